@@ -1,0 +1,60 @@
+"""DFlash block drafters for speculative decoding, as pure jitted JAX.
+
+from dflash_jax import generate, load_draft, load_target
+loaded = load_target("smollm2")
+draft = load_draft("my-drafter", loaded.target)
+out = generate(loaded.target, draft, loaded.text.encode("Hello"), max_new_tokens=64)
+"""
+
+from dflash_jax.checkpoint import load_draft, save_draft
+from dflash_jax.compare import Comparison, compare
+from dflash_jax.config import (
+    DFlashConfig,
+    DSparkHarvest,
+    dspark_strategy_census,
+    read_config,
+    resolve_harvest,
+)
+from dflash_jax.draft import (
+    DFlashDraft,
+    DFlashLayer,
+    ctx_features,
+    forward,
+    forward_block,
+    forward_round,
+    ingest_ctx,
+)
+from dflash_jax.kv import DraftKV
+from dflash_jax.session import Generation, SpecSession, generate
+from dflash_jax.targets import Target
+from dflash_jax.targets.loading import LoadedTarget, load_target
+from dflash_jax.window import dspark_accept_prefix
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Comparison",
+    "DFlashConfig",
+    "DFlashDraft",
+    "DFlashLayer",
+    "DSparkHarvest",
+    "DraftKV",
+    "Generation",
+    "LoadedTarget",
+    "SpecSession",
+    "Target",
+    "compare",
+    "ctx_features",
+    "dspark_accept_prefix",
+    "dspark_strategy_census",
+    "forward",
+    "forward_block",
+    "forward_round",
+    "generate",
+    "ingest_ctx",
+    "load_draft",
+    "load_target",
+    "read_config",
+    "resolve_harvest",
+    "save_draft",
+]

@@ -1,0 +1,353 @@
+"""Drafter checkpoints: safetensors files <-> pytree, driven by one table of names and shapes.
+
+`tensor_table` says, for every tensor a family has on disk, its exact shape and where it lives in
+the pytree. Loading, saving, the census gate and its error texts all read that table.
+"""
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from dflash_jax import quant
+from dflash_jax.config import DFlashConfig, config_dict, read_config
+from dflash_jax.draft import DFlashDraft, abstract
+
+ASSETS = Path(__file__).parent / "assets"
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+def compute_dtype(dtype: Any = None) -> jnp.dtype:
+    """The dtype weights are held in: the given one, else f32 on a CPU and bf16 elsewhere."""
+    if dtype is not None:
+        return jnp.dtype(dtype)
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+
+
+class TensorSource(Protocol):
+    """Named tensors on disk: what `check_shapes` and `read_leaves` read, whatever the format."""
+
+    directory: Path
+    """Where the tensors lie (a directory or one file), for error texts."""
+
+    def names(self) -> set[str]: ...
+
+    def shape(self, name: str) -> tuple[int, ...]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+class TensorFiles:
+    """The safetensors of one directory, single or index-sharded, read tensor by tensor."""
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._open: dict[str, Any] = {}
+        self._file_of = self._locate()
+
+    def _locate(self) -> dict[str, str]:
+        index = self.directory / INDEX
+        if index.is_file():
+            try:
+                table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            except (ValueError, KeyError, TypeError):
+                raise ValueError(f"{index}: expected JSON with a weight_map") from None
+            missing = sorted({f for f in table.values() if not (self.directory / f).is_file()})
+            if missing:
+                raise FileNotFoundError(f"{index}: expected shards beside it, missing {missing}")
+            return dict(table)
+        if not (self.directory / WEIGHTS).is_file():
+            raise FileNotFoundError(
+                f"{self.directory}: expected {WEIGHTS} or {INDEX}, found neither"
+            )
+        return dict.fromkeys(self._handle(WEIGHTS).keys(), WEIGHTS)
+
+    def _handle(self, file: str) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = safe_open(self.directory / file, framework="numpy")
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.directory / file}: not safetensors ({error})") from None
+        return self._open[file]
+
+    def names(self) -> set[str]:
+        """Every tensor name of the directory."""
+        return set(self._file_of)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape from the header, without reading the data."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Dtype from the header in safetensors spelling: "BF16", "F32", "I8", ..."""
+        return self._slice(name).get_dtype()
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor as a numpy array (bf16 through ml_dtypes)."""
+        return self._handle(self._file_of[name]).get_tensor(name)
+
+    def _slice(self, name: str) -> Any:
+        handle = self._handle(self._file_of[name])
+        if name not in set(handle.keys()):
+            raise ValueError(
+                f"{self.directory}: {INDEX} puts {name} in {self._file_of[name]}, not found there"
+            )
+        return handle.get_slice(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor on disk: exact shape, its leaf in the pytree, the leaf's rows it fills."""
+
+    shape: tuple[int, ...]
+    leaf: str
+    start: int = 0
+
+
+def tensor_table(config: DFlashConfig) -> dict[str, Entry]:
+    """Checkpoint name -> `Entry` for every tensor the config requires (11 L + 3 for DFlash)."""
+    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
+    ff, dim = config.intermediate_size, config.head_dim
+    table = {
+        "fc.weight": Entry((hidden, config.tap_size), "fc"),
+        "hidden_norm.weight": Entry((hidden,), "hidden_norm"),
+        "norm.weight": Entry((hidden,), "norm"),
+    }
+    for i in range(config.num_hidden_layers):
+        name, leaf = f"layers.{i}.", f"layers.{i}."
+        table |= {
+            name + "input_layernorm.weight": Entry((hidden,), leaf + "input_norm"),
+            name + "self_attn.q_proj.weight": Entry((q, hidden), leaf + "qkv"),
+            name + "self_attn.k_proj.weight": Entry((kv, hidden), leaf + "qkv", q),
+            name + "self_attn.v_proj.weight": Entry((kv, hidden), leaf + "qkv", q + kv),
+            name + "self_attn.q_norm.weight": Entry((dim,), leaf + "q_norm"),
+            name + "self_attn.k_norm.weight": Entry((dim,), leaf + "k_norm"),
+            name + "self_attn.o_proj.weight": Entry((hidden, q), leaf + "o"),
+            name + "post_attention_layernorm.weight": Entry((hidden,), leaf + "post_norm"),
+            name + "mlp.gate_proj.weight": Entry((ff, hidden), leaf + "gate_up"),
+            name + "mlp.up_proj.weight": Entry((ff, hidden), leaf + "gate_up", ff),
+            name + "mlp.down_proj.weight": Entry((hidden, ff), leaf + "down"),
+        }
+    return table
+
+
+HEAD_TABLE = ("lm_head.weight", "d2t")
+TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
+"""Tensors of the target that some exports carry along: compared with it, then left alone."""
+
+
+def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> DFlashDraft:
+    """Load a drafter directory: `config.json` beside `model.safetensors` (or sharded).
+
+    Args:
+      directory: Hugging Face style, tensors in HF names, bf16, f32 or int8 (see `quant`); or the
+        name of a shipped drafter.
+      target: a loaded target (see `targets.Target`); when given, the drafter is checked against
+        it: hidden size, layer count, mask id, and any embedding or head the checkpoint carries.
+      dtype: of the loaded weights; default f32 on a CPU, bf16 elsewhere.
+
+    Raises FileNotFoundError or ValueError naming what is missing, left over or misshapen.
+
+    >>> draft = load_draft("my-drafter")            # doctest: +SKIP
+    >>> draft.config.block_size                     # doctest: +SKIP
+    16
+    """
+    directory = draft_directory(directory)
+    files = TensorFiles(directory)
+    token_to_id = getattr(target, "token_to_id", None)
+    config = read_config(directory, token_to_id)
+    if config.family != "dflash":
+        raise NotImplementedError(
+            f"{files.directory}: expected a DFlash checkpoint, found family {config.family!r}, "
+            "which this version does not run yet"
+        )
+    if target is not None:
+        target.check_drafter(config)
+    head_rows = _census(files, config, target)
+    leaves = read_leaves(files, tensor_table(config), compute_dtype(dtype))
+    if head_rows is not None:
+        leaves["head.lm_head"] = _as_dtype(read_tensor(files, HEAD_TABLE[0]), compute_dtype(dtype))
+        leaves["head.d2t"] = read_tensor(files, HEAD_TABLE[1]).astype(np.int32)
+    return assemble(abstract(config, compute_dtype(dtype), head_rows), leaves)
+
+
+def shipped_drafts() -> list[str]:
+    """Names of the drafters that come with the package (all for SmolLM2-135M-Instruct)."""
+    return sorted(path.parent.name for path in ASSETS.glob("*/config.json"))
+
+
+def draft_directory(name: str | Path) -> Path:
+    """The directory of a drafter: a shipped one's name, or a path.
+
+    FileNotFoundError names what is shipped where neither is there.
+    """
+    if str(name) in shipped_drafts():
+        return ASSETS / str(name)
+    if Path(name).is_dir():
+        return Path(name)
+    raise FileNotFoundError(
+        f"drafter: expected a directory or one of {shipped_drafts()}, found {str(name)!r}"
+    )
+
+
+def save_draft(draft: DFlashDraft, directory: str | Path, *, storage: str | None = None) -> None:
+    """Save as a Hugging Face style directory that `load_draft` and public loaders read.
+
+    storage: None keeps the weights' dtype; "int8" writes matrices as int8 rows with f32 scales
+    (`quant.quantize_rows`), norms as they are.
+    """
+    if storage not in (None, "int8"):
+        raise ValueError(f"storage: expected None or 'int8', found {storage!r}")
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(draft)}
+    tensors = {}
+    for name, entry in tensor_table(draft.config).items():
+        rows = leaves[entry.leaf][entry.start : entry.start + entry.shape[0]]
+        if storage == "int8" and rows.ndim == 2:
+            tensors[name], tensors[name + quant.SCALE] = quant.quantize_rows(rows)
+        else:
+            tensors[name] = np.ascontiguousarray(rows)
+    if draft.head is not None:
+        tensors |= {HEAD_TABLE[0]: leaves["head.lm_head"], HEAD_TABLE[1]: leaves["head.d2t"]}
+    config = json.dumps(config_dict(draft.config), indent=2, sort_keys=True) + "\n"
+    (directory / "config.json").write_text(config, encoding="utf-8")
+    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def read_leaves(
+    files: TensorSource,
+    table: Mapping[str, Entry],
+    dtype: jnp.dtype,
+    transform: Callable[[str, np.ndarray], np.ndarray] = lambda name, tensor: tensor,
+) -> dict[str, np.ndarray]:
+    """Fill every leaf that `table` names; fused leaves are written part by part, no copies held."""
+    sizes: dict[str, tuple[int, ...]] = {}
+    for entry in table.values():
+        rows = max(entry.start + entry.shape[0], sizes.get(entry.leaf, (0,))[0])
+        sizes[entry.leaf] = (rows, *entry.shape[1:])
+    leaves = {leaf: np.empty(shape, dtype) for leaf, shape in sizes.items()}
+    for name, entry in table.items():
+        tensor = transform(name, read_tensor(files, name))
+        leaves[entry.leaf][entry.start : entry.start + entry.shape[0]] = _as_dtype(tensor, dtype)
+    return leaves
+
+
+def read_tensor(files: TensorSource, name: str) -> np.ndarray:
+    """One tensor, dequantised (to bf16, always the same bits) where it is stored as int8."""
+    tensor = files.read(name)
+    if tensor.dtype != np.int8:
+        return tensor
+    return quant.dequantize_rows(tensor, files.read(name + quant.SCALE))
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves with dotted paths, e.g. ("layers.0.qkv", array)."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
+
+
+def assemble(shapes: Any, leaves: Mapping[str, np.ndarray]) -> Any:
+    """The pytree of an `abstract` tree, its leaves taken by path and put on the device."""
+    paths = [path for path, _ in named_leaves(shapes)]
+    arrays = [jnp.asarray(leaves[path]) for path in paths]
+    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+
+
+def check_shapes(files: TensorSource, table: Mapping[str, Entry]) -> None:
+    """ValueError listing every tensor that is missing or has another shape than the table says."""
+    missing = sorted(set(table) - files.names())
+    if missing:
+        raise ValueError(f"{files.directory}: missing tensors {listing(missing)}")
+    wrong = [
+        f"{name}: expected {list(entry.shape)}, found {list(files.shape(name))}"
+        for name, entry in table.items()
+        if files.shape(name) != entry.shape
+    ]
+    if wrong:
+        raise ValueError(f"{files.directory}: {listing(wrong)}")
+
+
+def _census(files: TensorFiles, config: DFlashConfig, target: Any) -> int | None:
+    """The gate: every required tensor in its exact shape, every tensor in the file consumed.
+
+    Returns the rows of the drafter's own head, or None where the target's head is used.
+    """
+    table = tensor_table(config)
+    check_shapes(files, table)
+    scales = {name + quant.SCALE for name in table if files.dtype(name) == "I8"}
+    lacking = sorted(scales - files.names())
+    if lacking:
+        raise ValueError(f"{files.directory}: int8 tensors without scales {listing(lacking)}")
+    extra = files.names() - set(table) - scales
+    foreign = sorted(n for n in extra if n.startswith(FOREIGN))
+    if foreign:
+        raise ValueError(
+            f"{files.directory}: config.json declares plain DFlash, found tensors of another "
+            f"family {listing(foreign)}"
+        )
+    own_head = _own_head(files, target)
+    consumed = set(TARGET_COPIES) | (set(HEAD_TABLE) if own_head else set())
+    left = sorted(extra - consumed)
+    if left:
+        warnings.warn(f"{files.directory}: unused tensors {listing(left)}", stacklevel=3)
+    if target is not None:
+        _compare_copies(files, target, skip=HEAD_TABLE if own_head else ())
+    return files.shape(HEAD_TABLE[0])[0] if own_head else None
+
+
+FOREIGN = ("markov_head.", "confidence_head.", "candidate_selector.")
+
+
+def _own_head(files: TensorFiles, target: Any) -> bool:
+    """Whether the drafter proposes over a smaller vocabulary through its own head and map."""
+    head, d2t = (name in files.names() for name in HEAD_TABLE)
+    if d2t and not head:
+        raise ValueError(f"{files.directory}: d2t without lm_head.weight (the reduced head)")
+    rows = files.shape(HEAD_TABLE[0])[0] if head else None
+    if d2t and files.shape(HEAD_TABLE[1]) != (rows,):
+        raise ValueError(
+            f"{files.directory}: d2t: expected [{rows}], found {list(files.shape(HEAD_TABLE[1]))}"
+        )
+    if head and not d2t and target is not None and rows < target.vocab_size:
+        raise ValueError(
+            f"{files.directory}: lm_head.weight has {rows} rows, the target {target.vocab_size} "
+            "tokens: expected a d2t map, found none"
+        )
+    return d2t
+
+
+def _compare_copies(files: TensorFiles, target: Any, skip: Iterable[str]) -> None:
+    """Warn where a copy of the target's tables differs from the target's own, which is used."""
+    for name in set(TARGET_COPIES) & files.names() - set(skip):
+        copy = read_tensor(files, name)
+        own = target.embedding if name == TARGET_COPIES[0] else target.lm_head
+        rows = min(own.shape[0], copy.shape[0])
+        if copy.shape[1:] != own.shape[1:]:
+            raise ValueError(f"{name}: expected width {own.shape[1]}, found {copy.shape[1]}")
+        if not np.array_equal(_as_dtype(copy[:rows], own.dtype), np.asarray(own[:rows])):
+            warnings.warn(
+                f"{files.directory}: {name} differs from the target's; the target's is used",
+                stacklevel=4,
+            )
+
+
+def _as_dtype(tensor: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
+    if tensor.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
+        raise ValueError(f"tensor dtype: expected F32, F16, BF16 or I8, found {tensor.dtype}")
+    return tensor.astype(dtype)
+
+
+def listing(names: list[str], most: int = 8) -> str:
+    """Names for an error text, the first few of a long list."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

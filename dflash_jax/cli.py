@@ -1,0 +1,297 @@
+"""`dflash-jax`: a thin shell over the Python interface.
+
+Everything here can be done from Python: `load_target`, `load_draft`, `SpecSession`, `compare`.
+"""
+
+import argparse
+import json
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from dflash_jax import __version__
+from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts
+from dflash_jax.compare import Comparison, compare, plain_options
+from dflash_jax.config import resolve_harvest
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.session import Generation, SpecSession, generate
+from dflash_jax.targets.loading import LoadedTarget, load_target
+from dflash_jax.text import StreamDecoder
+
+EXPECTED = (ValueError, FileNotFoundError, NotImplementedError, ModuleNotFoundError, OSError)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2 for bad input, with one line on stderr)."""
+    args = _parser().parse_args(argv)
+    warnings.showwarning = _show_warning
+    try:
+        return args.run(args)
+    except EXPECTED as error:
+        print(f"dflash-jax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="dflash-jax", description=__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    gen = commands.add_parser("generate", help="answer a prompt, drafting ahead of the target")
+    gen.set_defaults(run=run_generate)
+    gen.add_argument("prompt", metavar="PROMPT", help="text, or - to read it from standard input")
+    gen.add_argument(
+        "--target",
+        default="smollm2",
+        metavar="smollm2|DIR|FILE.gguf|ORG/NAME",
+        help="the model that decides every token (default: smollm2)",
+    )
+    gen.add_argument(
+        "--draft",
+        metavar="NAME|DIR|none",
+        help=f"the drafter: shipped ({', '.join(shipped_drafts()) or 'none'}), a directory, or none "
+        "to decode plainly (default: the shipped one for smollm2)",
+    )
+    gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
+    gen.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="one more stop token, as text or id; may be repeated",
+    )
+    gen.add_argument("--ids", action="store_true", help="PROMPT is token ids, not text")
+    gen.add_argument("--no-chat", action="store_true", help="do not apply the chat template")
+    gen.add_argument("--compare", action="store_true", help="decode plainly too, and compare")
+    gen.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        help="print text as it comes (default: on a terminal)",
+    )
+    gen.add_argument("--json", action="store_true", help="print one JSON object instead")
+    gen.add_argument("--block-size", type=int, metavar="B", help="rows drafted a round")
+    gen.add_argument(
+        "--verify-width", type=int, metavar="W", help="rows verified a round, anchor included"
+    )
+    gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
+    gen.add_argument("--harvest", metavar="dflash|dspark", help="which draft rows are proposals")
+    gen.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
+    )
+    return parser
+
+
+def run_generate(args: argparse.Namespace) -> int:
+    """`dflash-jax generate`."""
+    status = _Status(enabled=sys.stderr.isatty() and not args.json)
+    status.show(f"loading {args.target}")
+    loaded = load_target(args.target, args.dtype)
+    draft = _load_draft(args, loaded)
+    if args.compare and draft is None:
+        raise ValueError("--compare: expected a drafter to compare with, found --draft none")
+    prompt = _prompt_ids(args, loaded)
+    options = _session_options(args, loaded, draft)
+    status.show("compiling")
+    began = time.perf_counter()
+    # How many rounds to run is a run-time value: one round compiles all that a generation needs.
+    for drafter, accepted in _programs(draft, options, args.compare):
+        session = SpecSession(loaded.target, drafter, **accepted)
+        session.open([prompt], args.max_new_tokens)
+        session.burst(rounds=1)
+    compile_seconds = time.perf_counter() - began
+    status.clear()
+
+    stream = sys.stdout.isatty() if args.stream is None else args.stream
+    comparison, result = None, None
+    if stream and not args.json:
+        result = _print_stream(loaded, draft, prompt, args.max_new_tokens, options)
+    if args.compare:
+        comparison = compare(loaded.target, draft, prompt, args.max_new_tokens, **options)
+        result = comparison.speculative
+    elif result is None:
+        result = generate(loaded.target, draft, prompt, args.max_new_tokens, **options)
+    if not stream and not args.json:
+        print(_text(loaded, result.token_ids))
+    if args.json:
+        print(json.dumps(_report(loaded, draft, result, comparison, compile_seconds)))
+    else:
+        print(_figures(result, comparison))
+    return 0
+
+
+def _programs(
+    draft: DFlashDraft | None, options: dict[str, Any], compared: bool
+) -> list[tuple[DFlashDraft | None, dict[str, Any]]]:
+    """The drafter and the session options of every loop that will run."""
+    programs = [(draft, options)]
+    return [*programs, (None, plain_options(options))] if compared else programs
+
+
+def _load_draft(args: argparse.Namespace, loaded: LoadedTarget) -> DFlashDraft | None:
+    name = args.draft
+    if name == "none":
+        return None
+    if name is None:
+        if args.target != "smollm2":
+            raise ValueError(f"--draft: expected a drafter for {args.target}, found none given")
+        name = "dflash"
+    return load_draft(draft_directory(name), loaded.target, args.dtype)
+
+
+def _prompt_ids(args: argparse.Namespace, loaded: LoadedTarget) -> list[int]:
+    text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if args.ids:
+        try:
+            return [int(word) for word in text.replace(",", " ").split()]
+        except ValueError:
+            raise ValueError(f"PROMPT: expected token ids (--ids), found {text!r}") from None
+    if loaded.text is None:
+        raise ValueError(f"{args.target}: expected a tokenizer beside it (or --ids), found none")
+    if args.no_chat:
+        return loaded.text.encode(text)
+    return loaded.text.encode_chat([{"role": "user", "content": text}])
+
+
+def _session_options(
+    args: argparse.Namespace, loaded: LoadedTarget, draft: DFlashDraft | None
+) -> dict[str, Any]:
+    stops = [*loaded.target.stop_token_ids]
+    for token in args.stop:
+        known = loaded.text.token_to_id(token) if loaded.text is not None else None
+        if known is None and not token.isdecimal():
+            raise ValueError(
+                f"--stop: expected a token of the vocabulary or an id, found {token!r}"
+            )
+        stops.append(int(token) if known is None else known)
+    options = {"stop_token_ids": stops, "capacity": args.capacity}
+    drafting = {
+        "block_size": args.block_size,
+        "verify_width": args.verify_width,
+        "harvest": args.harvest,
+    }
+    if draft is not None:
+        resolve_harvest(draft.config, args.harvest)
+        return options | drafting
+    given = [name for name, value in drafting.items() if value is not None]
+    if given:
+        flag = "--" + given[0].replace("_", "-")
+        raise ValueError(f"{flag}: expected a drafter to apply it to, found --draft none")
+    return options
+
+
+def _print_stream(
+    loaded: LoadedTarget,
+    draft: DFlashDraft | None,
+    prompt: list[int],
+    max_new_tokens: int,
+    options: dict[str, Any],
+) -> Generation:
+    decoder = StreamDecoder(loaded.text) if loaded.text is not None else None
+    session = SpecSession(loaded.target, draft, **options)
+    session.open([prompt], max_new_tokens)
+    for tokens in session.stream():
+        piece = decoder.push(tokens[0]) if decoder else " ".join(map(str, tokens[0])) + " "
+        print(piece, end="", flush=True)
+    print(decoder.flush() if decoder else "")
+    return session.results()[0]
+
+
+def _text(loaded: LoadedTarget, ids: list[int]) -> str:
+    return " ".join(map(str, ids)) if loaded.text is None else loaded.text.decode(ids)
+
+
+def _figures(result: Generation, comparison: Comparison | None) -> str:
+    parts = [
+        f"acceptance length {result.mean_acceptance_length:.2f}",
+        f"{result.emitted} tokens in {result.rounds} rounds",
+        f"{result.tokens_per_second:.1f} tok/s",
+    ]
+    if comparison is not None:
+        parts += [
+            f"plain {comparison.plain.tokens_per_second:.1f} tok/s",
+            f"speedup {comparison.speedup:.2f}x",
+            f"lossless {'yes' if comparison.lossless else 'NO'}",
+        ]
+        parts += [
+            f"{name} differs at token {d.index} (top-2 logit gap {d.top2_gap:.3g})"
+            for name, d in (
+                ("padded plain run", comparison.padded_difference),
+                ("one-row plain run", comparison.plain_difference),
+            )
+            if d is not None
+        ]
+    return "[" + ", ".join(parts) + "]"
+
+
+def _report(
+    loaded: LoadedTarget,
+    draft: DFlashDraft | None,
+    result: Generation,
+    comparison: Comparison | None,
+    compile_seconds: float,
+) -> dict[str, Any]:
+    device = jax.devices()[0]
+    report: dict[str, Any] = {
+        "text": None if loaded.text is None else loaded.text.decode(result.token_ids),
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.prompt_tokens,
+        "emitted": result.emitted,
+        "finish_reason": result.finish_reason,
+        "rounds": result.rounds,
+        "drafted": result.drafted,
+        "accepted": result.accepted,
+        "acceptance_lengths": result.acceptance_lengths,
+        "mean_acceptance_length": result.mean_acceptance_length,
+        "prefill_seconds": result.prefill_seconds,
+        "seconds": result.seconds,
+        "compile_seconds": compile_seconds,
+        "tokens_per_second": result.tokens_per_second,
+        "plain": None,
+        "lossless": None,
+        "speedup": None,
+        "family": None if draft is None else draft.config.family,
+        "target": loaded.name,
+        "dtype": str(loaded.target.embedding.dtype),
+        "device": f"{device.platform}: {device.device_kind}",
+        "versions": {"dflash-jax": __version__, "jax": jax.__version__},
+    }
+    if comparison is not None:
+        report["lossless"] = comparison.lossless
+        report["speedup"] = comparison.speedup
+        report["plain"] = {
+            "token_ids": comparison.plain.token_ids,
+            "seconds": comparison.plain.seconds,
+            "tokens_per_second": comparison.plain.tokens_per_second,
+        }
+        for name in ("padded_difference", "plain_difference"):
+            difference = getattr(comparison, name)
+            report[name] = None if difference is None else vars(difference)
+    return report
+
+
+class _Status:
+    """One line on stderr that says what is being waited for; silent off a terminal."""
+
+    def __init__(self, enabled: bool):
+        self._enabled = enabled
+
+    def show(self, what: str) -> None:
+        if self._enabled:
+            print(f"\r\033[K{what} ...", end="", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._enabled:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _show_warning(message: Any, *_: Any, **__: Any) -> None:
+    print(f"dflash-jax: warning: {message}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""What a drafter's `config.json` says: geometry, family, rope, masks and harvest.
+
+`DFlashConfig` is frozen and hashable, so it can be a static argument of a jitted function.
+Published configs come in two styles: keys nested in `dflash_config` / `rope_parameters`, and
+keys at top level. Nested wins; where both exist and differ, a warning names both values.
+"""
+
+import dataclasses
+import enum
+import json
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+Family = Literal["dflash", "dspark", "dflash2"]
+LAYER_TYPES = ("full_attention", "sliding_attention")
+ARCHITECTURES: dict[Family, str] = {
+    "dflash": "DFlashDraftModel",
+    "dspark": "DSparkDraftModel",
+    "dflash2": "DFlash2DraftModel",
+}
+
+
+class DSparkHarvest(enum.Enum):
+    """Which output rows of a block are drafts.
+
+    `DFLASH` (mask-fill): rows 1..b-1, row r was trained for position anchor + r.
+    `DSPARK` (shifted): rows 0..b-1, row r was trained for position anchor + r + 1.
+    """
+
+    DFLASH = "dflash"
+    DSPARK = "dspark"
+
+    @property
+    def first_row(self) -> int:
+        """The block row that holds draft 1."""
+        return 1 if self is DSparkHarvest.DFLASH else 0
+
+    def drafts(self, block_size: int) -> int:
+        """How many drafts a block of `block_size` rows yields."""
+        return block_size - self.first_row
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig:
+    """Rotary embedding parameters, in the field names of Hugging Face `rope_parameters`.
+
+    `rope_type` is `default`, `yarn` or `llama3`; fields a type does not use stay None.
+    """
+
+    theta: float
+    rope_type: Literal["default", "yarn", "llama3"] = "default"
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlashConfig:
+    """Static description of a drafter (semantics of every field: `parse_config`).
+
+    Per-layer tuples (`layer_causal`, `layer_window`) are already resolved from `layer_types`,
+    `is_causal` and `sliding_window`; `layer_window` is None on layers that see everything.
+    """
+
+    family: Family
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    layer_causal: tuple[bool, ...]
+    layer_window: tuple[int | None, ...]
+    vocab_size: int | None = None
+    num_target_layers: int | None = None
+    input_embedding_scale: float = 1.0
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float | None = None
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_key_value_heads * self.head_dim
+
+    @property
+    def tap_size(self) -> int:
+        """Width of one row of concatenated target taps."""
+        return len(self.target_layer_ids) * self.hidden_size
+
+
+def dspark_strategy_census(config_text: str) -> bool:
+    """Whether a `config.json` text declares the DSpark training strategy.
+
+    True iff an `architectures` entry contains "DSpark" or `dflash_config.projector_type` is
+    "dspark".
+
+    >>> dspark_strategy_census('{"architectures": ["Qwen3DSparkModel"]}')
+    True
+    >>> dspark_strategy_census('{"dflash_config": {"attention_mode": "gqa"}}')
+    False
+    """
+    raw = json.loads(config_text)
+    nested = raw.get("dflash_config") or {}
+    return any("DSpark" in str(name) for name in raw.get("architectures") or ()) or (
+        nested.get("projector_type") == "dspark"
+    )
+
+
+def resolve_harvest(
+    config: DFlashConfig, harvest: DSparkHarvest | str | None = None
+) -> DSparkHarvest:
+    """The harvest to use: an explicit one wins, else what the checkpoint's family says.
+
+    Raises ValueError for an unknown value and for `dspark` on a DFlash2 checkpoint.
+    """
+    default = DSparkHarvest.DSPARK if config.family == "dspark" else DSparkHarvest.DFLASH
+    if harvest is None:
+        return default
+    try:
+        chosen = DSparkHarvest(harvest)
+    except ValueError:
+        raise ValueError(f"harvest: expected 'dflash' or 'dspark', found {harvest!r}") from None
+    if config.family == "dflash2" and chosen is DSparkHarvest.DSPARK:
+        raise ValueError("harvest: a DFlash2 checkpoint is mask-fill, found 'dspark'")
+    return chosen
+
+
+def read_config(
+    directory: str | Path, token_to_id: Callable[[str], int | None] | None = None
+) -> DFlashConfig:
+    """Parse `config.json` of a drafter directory. Errors name the file and the key.
+
+    `token_to_id` resolves a `mask_token` string where the config has no `mask_token_id`.
+    """
+    path = Path(directory) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"drafter config: expected {path}, found nothing")
+    raw = read_json(path)
+    try:
+        return parse_config(raw, token_to_id)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; ValueError naming the file for anything else."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+def parse_config(
+    raw: Mapping[str, Any], token_to_id: Callable[[str], int | None] | None = None
+) -> DFlashConfig:
+    """A drafter's `config.json` (already decoded) as a `DFlashConfig`.
+
+    Every key is looked up in `dflash_config` first, then at top level. Refuses, by name and
+    value, geometry that cannot work and settings that would be misread silently.
+    """
+    keys = Keys(raw, "dflash_config")
+    layers = keys.positive_int("num_hidden_layers")
+    heads = keys.positive_int("num_attention_heads")
+    kv_heads = keys.positive_int("num_key_value_heads")
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads: expected a multiple of num_key_value_heads {kv_heads}, "
+            f"found {heads}"
+        )
+    if keys.get("attention_bias"):
+        raise ValueError("attention_bias: expected false (bias tensors are not used), found true")
+    act = keys.get("hidden_act", "silu")
+    if act != "silu":
+        raise ValueError(f"hidden_act: expected 'silu', found {act!r}")
+    family = _family(raw)
+    causal, window = _layer_masks(keys, layers, family)
+    block_size = keys.positive_int("block_size")
+    if block_size < 2:
+        raise ValueError(f"block_size: expected at least 2, found {block_size}")
+    num_target_layers = keys.optional_int("num_target_layers")
+    vocab_size = keys.optional_int("vocab_size")
+    cap = keys.optional_float("final_logit_softcapping")
+    return DFlashConfig(
+        family=family,
+        hidden_size=keys.positive_int("hidden_size"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=_even(keys.positive_int("head_dim")),
+        intermediate_size=keys.positive_int("intermediate_size"),
+        num_hidden_layers=layers,
+        rms_norm_eps=keys.positive_float("rms_norm_eps"),
+        rope=parse_rope(raw),
+        block_size=block_size,
+        mask_token_id=_mask_token_id(keys, vocab_size, token_to_id),
+        target_layer_ids=_target_layer_ids(keys, layers, num_target_layers),
+        layer_causal=causal,
+        layer_window=window,
+        vocab_size=vocab_size,
+        num_target_layers=num_target_layers,
+        input_embedding_scale=keys.positive_float("input_embedding_scale", 1.0),
+        output_multiplier=keys.positive_float("output_multiplier", 1.0),
+        final_logit_softcapping=cap if cap is not None and cap > 0 else None,
+    )
+
+
+def config_dict(config: DFlashConfig) -> dict[str, Any]:
+    """The inverse of `parse_config`: a `config.json` that public loaders read too."""
+    sliding = [window is not None for window in config.layer_window]
+    windows = [window for window in config.layer_window if window is not None]
+    dflash = {
+        "block_size": config.block_size,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    optional = {
+        "input_embedding_scale": (config.input_embedding_scale, 1.0),
+        "output_multiplier": (config.output_multiplier, 1.0),
+        "final_logit_softcapping": (config.final_logit_softcapping, None),
+    }
+    dflash |= {name: value for name, (value, default) in optional.items() if value != default}
+    raw = {
+        "architectures": [ARCHITECTURES[config.family]],
+        "model_type": "qwen3",
+        "attention_bias": False,
+        "block_size": config.block_size,
+        "dflash_config": dflash,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": [LAYER_TYPES[s] for s in sliding],
+        "num_attention_heads": config.num_attention_heads,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_key_value_heads": config.num_key_value_heads,
+        "num_target_layers": config.num_target_layers,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": _rope_dict(config.rope),
+        "rope_theta": config.rope.theta,
+        "sliding_window": windows[0] if windows else None,
+        "tie_word_embeddings": False,
+        "use_sliding_window": bool(windows),
+        "vocab_size": config.vocab_size,
+    }
+    if len(set(config.layer_causal)) == 1:
+        raw["is_causal"] = config.layer_causal[0]
+    return raw
+
+
+def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
+    fields = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
+    theta = fields.pop("theta")
+    if rope.rope_type == "default":
+        fields = {"rope_type": "default"}
+    return {"rope_theta": theta} | fields
+
+
+def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """Rope parameters of a drafter's or a target's config.
+
+    Reads `rope_parameters`, the older `rope_scaling` (with `rope_type` or `type`) and a
+    top-level `rope_theta`. Theta has no default; unknown types and YaRN or llama3 blocks
+    without their required keys are refused.
+    """
+    nested = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    # Per-layer-type rope tables describe models we do not build; never pick one silently.
+    if any(isinstance(value, Mapping) for value in nested.values()):
+        raise ValueError(f"rope_parameters: expected one table, found one per {sorted(nested)}")
+    keys = Keys({"rope_theta": raw.get("rope_theta"), "rope_parameters": nested}, "rope_parameters")
+    rope_type = nested.get("rope_type", nested.get("type", "default"))
+    theta = keys.positive_float("rope_theta")
+    if rope_type in ("default", None):
+        return RopeConfig(theta=theta)
+    if rope_type == "llama3":
+        rope = RopeConfig(
+            theta=theta,
+            rope_type="llama3",
+            factor=keys.positive_float("factor"),
+            original_max_position_embeddings=keys.positive_int("original_max_position_embeddings"),
+            low_freq_factor=keys.positive_float("low_freq_factor"),
+            high_freq_factor=keys.positive_float("high_freq_factor"),
+        )
+        return rope
+    if rope_type == "yarn":
+        return RopeConfig(
+            theta=theta,
+            rope_type="yarn",
+            factor=keys.positive_float("factor"),
+            original_max_position_embeddings=keys.positive_int("original_max_position_embeddings"),
+            beta_fast=keys.positive_float("beta_fast", 32.0),
+            beta_slow=keys.positive_float("beta_slow", 1.0),
+            attention_factor=keys.optional_float("attention_factor"),
+            mscale=keys.optional_float("mscale"),
+            mscale_all_dim=keys.optional_float("mscale_all_dim"),
+            truncate=bool(keys.get("truncate", True)),
+        )
+    raise ValueError(f"rope_type: expected 'default', 'yarn' or 'llama3', found {rope_type!r}")
+
+
+def check_against_target(
+    config: DFlashConfig, *, hidden_size: int, num_layers: int, embedding_rows: int
+) -> None:
+    """Refuse a drafter that was not trained for this target (ValueError, both sizes named)."""
+    if config.hidden_size != hidden_size:
+        taps = len(config.target_layer_ids)
+        raise ValueError(
+            f"hidden_size: the drafter expects {config.hidden_size} "
+            f"({taps} taps, {config.tap_size} wide), found a target with {hidden_size} "
+            f"({taps * hidden_size} wide)"
+        )
+    bad = [i for i in config.target_layer_ids if i >= num_layers]
+    if bad:
+        raise ValueError(
+            f"target_layer_ids: expected ids in 0..{num_layers - 1} "
+            f"(the target has {num_layers} layers), found {bad}"
+        )
+    if config.num_target_layers is not None and config.num_target_layers != num_layers:
+        raise ValueError(
+            f"num_target_layers: the drafter expects {config.num_target_layers}, "
+            f"found a target with {num_layers} layers"
+        )
+    if config.mask_token_id >= embedding_rows:
+        raise ValueError(
+            f"mask_token_id: expected an id below the target's {embedding_rows} embedding rows, "
+            f"found {config.mask_token_id}"
+        )
+
+
+class Keys:
+    """Typed look-ups in a config: in a nested table first (where one is named), then at top level.
+
+    Every error names the key, what was expected and what was found.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], nested: str | None = None):
+        self._raw = raw
+        self._nested_name = nested
+        inner = (raw.get(nested) if nested else None) or {}
+        if not isinstance(inner, Mapping):
+            raise ValueError(f"{nested}: expected an object, found {inner!r}")
+        self._nested = inner
+
+    def get(self, name: str, default: Any = None) -> Any:
+        inner, outer = self._nested.get(name), self._raw.get(name)
+        if inner is not None and outer is not None and inner != outer:
+            warnings.warn(
+                f"{name}: {self._nested_name} says {inner!r}, top level says {outer!r}; "
+                f"using {inner!r}",
+                stacklevel=3,
+            )
+        value = inner if inner is not None else outer
+        return default if value is None else value
+
+    def positive_int(self, name: str) -> int:
+        value = self.optional_int(name)
+        if value is None:
+            raise ValueError(f"{name}: expected a positive integer, found nothing")
+        return value
+
+    def optional_int(self, name: str) -> int | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+            raise ValueError(f"{name}: expected a positive integer, found {value!r}")
+        return value
+
+    def positive_float(self, name: str, default: float | None = None) -> float:
+        value = self.optional_float(name)
+        value = default if value is None else value
+        if value is None or value <= 0:
+            found = "nothing" if value is None else repr(value)
+            raise ValueError(f"{name}: expected a positive finite number, found {found}")
+        return value
+
+    def optional_float(self, name: str) -> float | None:
+        value = self.get(name)
+        if value is None:
+            return None
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not math.isfinite(value):
+            raise ValueError(f"{name}: expected a finite number, found {value!r}")
+        return float(value)
+
+
+def _family(raw: Mapping[str, Any]) -> Family:
+    if any("DFlash2DraftModel" in str(name) for name in raw.get("architectures") or ()):
+        return "dflash2"
+    return "dspark" if dspark_strategy_census(json.dumps(dict(raw))) else "dflash"
+
+
+def _even(head_dim: int) -> int:
+    if head_dim % 2:
+        raise ValueError(f"head_dim: expected an even number (rotary pairs), found {head_dim}")
+    return head_dim
+
+
+def _layer_masks(
+    keys: Keys, layers: int, family: Family
+) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+    types = keys.get("layer_types")
+    if not isinstance(types, Sequence) or isinstance(types, str):
+        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r}")
+    if len(types) != layers:
+        raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
+    unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
+    if unknown:
+        raise ValueError(f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown}")
+    sliding = [t == "sliding_attention" for t in types]
+    window = keys.optional_int("sliding_window")
+    use = keys.get("use_sliding_window")
+    if any(sliding):
+        if window is None:
+            raise ValueError("sliding_window: expected a window (layer_types slide), found null")
+        if use is False:
+            raise ValueError(
+                "use_sliding_window: expected true (layer_types has sliding_attention), found false"
+            )
+        if use is None:
+            warnings.warn(
+                "use_sliding_window is absent; layer_types decide "
+                f"({sum(sliding)} of {layers} layers slide)",
+                stacklevel=4,
+            )
+    causal = keys.get("is_causal")
+    if causal is not None and not isinstance(causal, bool):
+        raise ValueError(f"is_causal: expected true or false, found {causal!r}")
+    if causal is None and family == "dflash2":
+        warnings.warn(
+            "is_causal is absent from a DFlash2 config (published ones say false); "
+            "sliding layers are causal, full layers are not",
+            stacklevel=4,
+        )
+    layer_causal = tuple(s if causal is None else causal for s in sliding)
+    return layer_causal, tuple(window if s else None for s in sliding)
+
+
+def _mask_token_id(
+    keys: Keys, vocab_size: int | None, token_to_id: Callable[[str], int | None] | None
+) -> int:
+    mask, token = keys.get("mask_token_id"), keys.get("mask_token")
+    if mask is None and token is not None:
+        mask = token_to_id(token) if token_to_id else None
+        if mask is None:
+            raise ValueError(
+                f"mask_token: expected a token of the target's vocabulary, found {token!r}"
+            )
+    if mask is None:
+        raise ValueError("mask_token_id: expected the id of the mask token, found nothing")
+    if isinstance(mask, bool) or not isinstance(mask, int) or mask < 0:
+        raise ValueError(f"mask_token_id: expected a token id, found {mask!r}")
+    if vocab_size is not None and mask >= vocab_size:
+        raise ValueError(
+            f"mask_token_id: expected an id below vocab_size {vocab_size}, found {mask}"
+        )
+    return mask
+
+
+def _target_layer_ids(
+    keys: Keys, draft_layers: int, num_target_layers: int | None
+) -> tuple[int, ...]:
+    ids = keys.get("target_layer_ids")
+    if ids is None:
+        if num_target_layers is None:
+            raise ValueError(
+                "target_layer_ids: expected a list (or num_target_layers to derive it), "
+                "found neither"
+            )
+        n, k = num_target_layers, draft_layers
+        if k == 1:
+            ids = [n // 2]
+        else:
+            ids = [round(1 + i * (n - 4) / (k - 1)) for i in range(k)]
+    valid = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
+    if not valid or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
+        raise ValueError(f"target_layer_ids: expected a list of layer ids, found {ids!r}")
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"target_layer_ids: expected distinct ids, found {list(ids)}")
+    upper = f"..{num_target_layers - 1}" if num_target_layers is not None else " and up"
+    bad = [i for i in ids if i < 0 or (num_target_layers is not None and i >= num_target_layers)]
+    if bad:
+        raise ValueError(
+            f"target_layer_ids: expected ids in 0{upper} "
+            f"(num_target_layers {num_target_layers}), found {bad}"
+        )
+    return tuple(ids)

@@ -1,0 +1,315 @@
+"""The drafter: weights, context features and the non-causal block forward.
+
+Source of the formulas: z-lab/dflash `dflash/model.py`. Public functions take the pytree first and
+accept one sequence (`[rows, H]`) or a batch (`[B, rows, H]`) alike.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax import kv as cache
+from dflash_jax.attention import ABSENT, block_attention
+from dflash_jax.config import DFlashConfig
+from dflash_jax.kv import DraftKV
+from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+
+
+@struct.dataclass
+class DFlashLayer:
+    """One drafter layer; fused rows keep the order q, k, v and gate, up.
+
+    input_norm, post_norm `[H]`; qkv `[(heads + 2 * kv_heads) * D, H]`; q_norm, k_norm `[D]`;
+    o `[H, heads * D]`; gate_up `[2 * F, H]`; down `[H, F]`.
+    """
+
+    input_norm: jax.Array
+    qkv: jax.Array
+    q_norm: jax.Array
+    k_norm: jax.Array
+    o: jax.Array
+    post_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+
+
+@struct.dataclass
+class DraftHead:
+    """A drafter's own head over a smaller vocabulary.
+
+    lm_head `[V_draft, H]`; d2t `[V_draft]` int32 offsets: target id = draft id + d2t[draft id].
+    """
+
+    lm_head: jax.Array
+    d2t: jax.Array
+
+
+@struct.dataclass
+class DFlashDraft:
+    """A drafter: config (static), layers, fc `[H, taps * H]`, hidden_norm `[H]`, norm `[H]`.
+
+    `head` is None where the target's lm_head makes the draft logits, which is the usual case.
+    """
+
+    layers: list[DFlashLayer]
+    fc: jax.Array
+    hidden_norm: jax.Array
+    norm: jax.Array
+    head: DraftHead | None
+    config: DFlashConfig = struct.field(pytree_node=False)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Compute dtype of activations and cache."""
+        return self.fc.dtype
+
+
+def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = None) -> DFlashDraft:
+    """The drafter's shapes and dtypes: the one source for loading, init, sharding and tests."""
+
+    def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    hidden, ff = config.hidden_size, config.intermediate_size
+
+    def layer() -> DFlashLayer:
+        return DFlashLayer(
+            input_norm=array(hidden),
+            qkv=array(config.q_size + 2 * config.kv_size, hidden),
+            q_norm=array(config.head_dim),
+            k_norm=array(config.head_dim),
+            o=array(hidden, config.q_size),
+            post_norm=array(hidden),
+            gate_up=array(2 * ff, hidden),
+            down=array(hidden, ff),
+        )
+
+    head = None
+    if head_rows is not None:
+        head = DraftHead(lm_head=array(head_rows, hidden), d2t=array(head_rows, dtype=jnp.int32))
+    return DFlashDraft(
+        layers=[layer() for _ in range(config.num_hidden_layers)],
+        fc=array(hidden, config.tap_size),
+        hidden_norm=array(hidden),
+        norm=array(hidden),
+        head=head,
+        config=config,
+    )
+
+
+def init_draft(config: DFlashConfig, key: jax.Array, dtype: jnp.dtype) -> DFlashDraft:
+    """A fresh drafter: matrices normal(0, 0.02), norms one."""
+    shapes, tree = jax.tree.flatten(abstract(config, dtype))
+    keys = jax.random.split(key, len(shapes))
+    leaves = [
+        jnp.ones(s.shape, dtype)
+        if len(s.shape) == 1
+        else (0.02 * jax.random.normal(k, s.shape, jnp.float32)).astype(dtype)
+        for s, k in zip(shapes, keys, strict=True)
+    ]
+    return jax.tree.unflatten(tree, leaves)
+
+
+def ctx_features(draft: DFlashDraft, taps: jax.Array) -> jax.Array:
+    """`hidden_norm(fc(taps))`: target taps `[..., rows, taps * H]` -> features `[..., rows, H]`.
+
+    Raises ValueError for taps of another width (a drafter of another target).
+    """
+    expected = draft.config.tap_size
+    if taps.shape[-1] != expected:
+        raise ValueError(
+            f"taps: expected width {expected} ({len(draft.config.target_layer_ids)} taps of "
+            f"hidden size {draft.config.hidden_size}), found {taps.shape[-1]}"
+        )
+    with jax.named_scope("ctx_features"):
+        features = linear(taps.astype(draft.dtype), draft.fc)
+        return rms_norm(features, draft.hidden_norm, draft.config.rms_norm_eps)
+
+
+def forward(
+    draft: DFlashDraft, target_hidden: jax.Array, noise_emb: jax.Array, pos: jax.Array
+) -> jax.Array:
+    """`forward_block` over the features of raw taps `target_hidden [..., ctx, taps * H]`."""
+    return forward_block(draft, ctx_features(draft, target_hidden), noise_emb, pos)
+
+
+def forward_block(
+    draft: DFlashDraft, ctx_f: jax.Array, noise_emb: jax.Array, pos: jax.Array
+) -> jax.Array:
+    """One block over uncached context features.
+
+    Args:
+      ctx_f: `[..., ctx, H]`, from `ctx_features`.
+      noise_emb: `[..., b, H]`, target embedding rows of `[anchor, MASK x (b - 1)]`.
+      pos: `[..., ctx + b]` int, absolute positions: context rows, then block rows.
+
+    Returns the final normed hidden rows `[..., b, H]`; the target's lm_head turns them into logits.
+    """
+    if noise_emb.ndim == 2:
+        return forward_block(draft, ctx_f[None], noise_emb[None], pos[None])[0]
+    config, ctx = draft.config, ctx_f.shape[1]
+    cos, sin = rope_tables(config.rope, config.head_dim, pos)
+    block_rope = cos[:, ctx:], sin[:, ctx:]
+    x = noise_emb.astype(draft.dtype)
+    for i, layer in enumerate(draft.layers):
+        ctx_k, ctx_v = context_kv(config, layer, ctx_f, cos[:, :ctx], sin[:, :ctx])
+
+        def attend(q, k, v, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+            k = jnp.concatenate([ctx_k, k], axis=1).swapaxes(1, 2)
+            v = jnp.concatenate([ctx_v, v], axis=1).swapaxes(1, 2)
+            return block_attention(
+                q,
+                k,
+                v,
+                pos[:, ctx:],
+                pos,
+                causal=config.layer_causal[i],
+                window=config.layer_window[i],
+            )
+
+        x = layer_forward(config, layer, x, *block_rope, attend)
+    return rms_norm(x, draft.norm, config.rms_norm_eps)
+
+
+def ingest_ctx(
+    draft: DFlashDraft,
+    kv: DraftKV,
+    feats: jax.Array,
+    pos_new: jax.Array,
+    count: jax.Array | None = None,
+) -> DraftKV:
+    """Append context features to the draft KV.
+
+    Args:
+      feats: `[..., t, H]` new rows in committed order.
+      pos_new: `[..., t]` their absolute positions.
+      count: `[B]` how many of the t rows count, per sequence (default: all); the rest are written
+        beyond the new length, where nothing reads them.
+
+    Returns the cache with `len + count` rows. Raises ValueError when that passes its capacity.
+    """
+    if feats.ndim == 2:
+        feats, pos_new = feats[None], pos_new[None]
+    rows, config = feats.shape[1], draft.config
+    if count is None:
+        cache.check_room(kv, rows)
+        count = jnp.full_like(kv.len, rows)
+    wide = kv.ring is not None and rows > kv.slack
+    held = jnp.where(jnp.arange(rows) < count[:, None], pos_new, ABSENT)
+    full_slot = cache.reserve(kv.full, rows)
+    full = kv.full.replace(pos=cache.mark(kv.full, full_slot, held), next=full_slot + count)
+    ring, ring_slot, order = kv.ring, None, None
+    if wide:
+        window = max(w for w in config.layer_window if w is not None)
+        ring, order = cache.keep_last(kv.ring, held, window - 1)
+    elif kv.ring is not None:
+        ring_slot = cache.reserve(kv.ring, rows)
+        ring = kv.ring.replace(pos=cache.mark(kv.ring, ring_slot, held), next=ring_slot + count)
+    cos, sin = rope_tables(config.rope, config.head_dim, pos_new)
+    new_k, new_v = list(kv.k), list(kv.v)
+    for i, layer in enumerate(draft.layers):
+        with jax.named_scope(f"ingest_{i}"):
+            k, v = context_kv(config, layer, feats, cos, sin)
+            if wide and kv.ring_layers[i]:
+                new_k[i] = cache.gather_rows(kv.k[i], k, order)
+                new_v[i] = cache.gather_rows(kv.v[i], v, order)
+            else:
+                slot = ring_slot if kv.ring_layers[i] else full_slot
+                new_k[i] = cache.write_rows(kv.k[i], k, slot)
+                new_v[i] = cache.write_rows(kv.v[i], v, slot)
+    return kv.replace(k=new_k, v=new_v, len=kv.len + count, full=full, ring=ring)
+
+
+def forward_round(
+    draft: DFlashDraft, kv: DraftKV, noise_emb: jax.Array, pos_block: jax.Array
+) -> tuple[jax.Array, DraftKV]:
+    """One block over the cached context; equals `forward_block` over the same rows.
+
+    The block's own K/V land transiently behind the context rows; the returned cache has the same
+    `len` and no trace of them. Shapes as in `forward_block`, with `pos_block [..., b]`.
+    """
+    if noise_emb.ndim == 2:
+        hidden, kv = forward_round(draft, kv, noise_emb[None], pos_block[None])
+        return hidden[0], kv
+    config, rows = draft.config, noise_emb.shape[1]
+    if rows > kv.slack:
+        raise ValueError(f"block: expected at most {kv.slack} rows (slack), found {rows}")
+    books = [kv.full] if kv.ring is None else [kv.full, kv.ring]
+    slots = [cache.reserve(book, rows) for book in books]
+    seen = [cache.mark(book, slot, pos_block) for book, slot in zip(books, slots, strict=True)]
+    nothing = jnp.full_like(pos_block, ABSENT)
+    after = [
+        book.replace(pos=cache.mark(book, slot, nothing))
+        for book, slot in zip(books, slots, strict=True)
+    ]
+    cos, sin = rope_tables(config.rope, config.head_dim, pos_block)
+    new_k, new_v = list(kv.k), list(kv.v)
+    x = noise_emb.astype(draft.dtype)
+    for i, layer in enumerate(draft.layers):
+
+        def attend(q, k, v, i=i):
+            kind = int(kv.ring_layers[i])
+            new_k[i] = cache.write_rows(kv.k[i], k, slots[kind])
+            new_v[i] = cache.write_rows(kv.v[i], v, slots[kind])
+            return block_attention(
+                q,
+                new_k[i],
+                new_v[i],
+                pos_block,
+                seen[kind],
+                causal=config.layer_causal[i],
+                window=config.layer_window[i],
+            )
+
+        with jax.named_scope(f"draft_layer_{i}"):
+            x = layer_forward(config, layer, x, cos, sin, attend)
+    hidden = rms_norm(x, draft.norm, config.rms_norm_eps)
+    full, ring = after[0], after[1] if kv.ring is not None else None
+    return hidden, kv.replace(k=new_k, v=new_v, full=full, ring=ring)
+
+
+Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+"""(q `[B, b, heads, D]`, k, v `[B, b, kv_heads, D]` of the block) -> `[B, b, heads * D]`."""
+
+
+def layer_forward(
+    config: DFlashConfig,
+    layer: DFlashLayer,
+    x: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: Attend,
+) -> jax.Array:
+    """One layer on block rows `x [B, b, H]`; `attend` brings the context (cached or not)."""
+    h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+    attended = attend(*block_qkv(config, layer, h, cos, sin))
+    x = x + linear(attended, layer.o)
+    h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
+    return x + swiglu(h, layer.gate_up, layer.down)
+
+
+def block_qkv(
+    config: DFlashConfig, layer: DFlashLayer, h: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q `[B, b, heads, D]`, k and v `[B, b, kv_heads, D]` of normed rows `h [B, b, H]`."""
+    projected = linear(h, layer.qkv)
+    q = projected[..., : config.q_size].reshape(*h.shape[:-1], -1, config.head_dim)
+    q = apply_rope(rms_norm(q, layer.q_norm, config.rms_norm_eps), cos, sin)
+    return q, *_split_kv(config, layer, projected[..., config.q_size :], cos, sin)
+
+
+def context_kv(
+    config: DFlashConfig, layer: DFlashLayer, feats: jax.Array, cos: jax.Array, sin: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """k (normed, roped) and v (raw) `[B, t, kv_heads, D]` of context features `[B, t, H]`.
+
+    Features enter every layer as they are: no input norm.
+    """
+    return _split_kv(config, layer, linear(feats, layer.qkv[config.q_size :]), cos, sin)
+
+
+def _split_kv(config, layer, projected, cos, sin):
+    k, v = jnp.split(projected.reshape(*projected.shape[:-1], -1, config.head_dim), 2, axis=-2)
+    return apply_rope(rms_norm(k, layer.k_norm, config.rms_norm_eps), cos, sin), v

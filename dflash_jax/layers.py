@@ -1,0 +1,117 @@
+"""The small layers that drafters and targets share: RMSNorm, rotary embedding, SwiGLU, linear."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.config import RopeConfig
+
+
+def linear(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+    """`x [..., in] @ weight[out, in].T`: weights keep the checkpoints' own orientation.
+
+    Products accumulate in f32 on every backend; the result has `dtype`, by default x's.
+    """
+    contract = (((x.ndim - 1,), (1,)), ((), ()))
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """`x / rms(x) * weight` over the last axis, statistics in f32, plain weights (not 1 + w)."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    return (x32 * scale).astype(x.dtype) * weight
+
+
+def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+    """`down(silu(gate x) * (up x))`; `gate_up [2F, H]` holds the gate rows, then the up rows."""
+    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down)
+
+
+def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:
+    """Inverse frequencies `[head_dim / 2]` (f32) and the factor on cos and sin.
+
+    `default`, `yarn` (Peng et al. 2023, in the parametrisation of transformers) and `llama3`.
+    Powers are taken in f64 and rounded to f32 once; all that follows is f32, as it was where the
+    published drafters were trained: one f32 step in a frequency moves an output by 3e-4 near
+    position 20000.
+    """
+    exponents = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    periods = (rope.theta**exponents).astype(np.float32)
+    if rope.rope_type == "yarn":
+        return _yarn(rope, periods, head_dim)
+    inv_freq = np.float32(1) / periods
+    return (_llama3(rope, inv_freq) if rope.rope_type == "llama3" else inv_freq), 1.0
+
+
+def _yarn(rope: RopeConfig, periods: np.ndarray, head_dim: int) -> tuple[np.ndarray, float]:
+    factor, original = rope.factor, rope.original_max_position_embeddings
+    assert factor is not None and original is not None
+
+    def dimension(rotations: float) -> float:
+        """The (fractional) pair that turns `rotations` times over the original context."""
+        turns = math.log(original / (rotations * 2 * math.pi))
+        return head_dim * turns / (2 * math.log(rope.theta))
+
+    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    one = np.float32(1)
+    pairs = np.arange(head_dim // 2, dtype=np.float32)
+    base_share = one - np.clip((pairs - np.float32(low)) / np.float32(high - low), 0, 1)
+    stretched = one / (np.float32(factor) * periods)
+    mixed = stretched * (one - base_share) + one / periods * base_share
+
+    def mscale(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if rope.attention_factor is not None:
+        return mixed, rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return mixed, mscale(rope.mscale) / mscale(rope.mscale_all_dim)
+    return mixed, mscale(1.0)
+
+
+def _llama3(rope: RopeConfig, inv_freq: np.ndarray) -> np.ndarray:
+    factor, original = rope.factor, rope.original_max_position_embeddings
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    assert factor and original and low and high
+    turns = original * inv_freq / (2 * math.pi)
+    smooth = np.clip((turns - low) / (high - low), 0, 1).astype(np.float32)
+    return inv_freq / np.float32(factor) * (1 - smooth) + inv_freq * smooth
+
+
+def rope_tables(
+    rope: RopeConfig, head_dim: int, positions: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """cos and sin `[..., head_dim / 2]` (f32) at absolute `positions [...]`.
+
+    The angle is the f32 product position * inv_freq: exact f64 angles would move a drafter's
+    output by 2e-3 near position 20000, away from what it was trained with.
+    """
+    inv_freq, scaling = rope_frequencies(rope, head_dim)
+    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
+
+
+def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array, *, neox: bool = True) -> jax.Array:
+    """Rotate heads `x [..., rows, heads, D]` by `cos, sin [..., rows, D / 2]`, in f32.
+
+    `neox` pairs dimension i with i + D/2 (half-split, every drafter here); otherwise
+    neighbours 2i and 2i + 1 form the pairs (interleaved).
+    """
+    cos, sin = cos[..., None, :], sin[..., None, :]
+    x32 = x.astype(jnp.float32)
+    if neox:
+        a, b = jnp.split(x32, 2, axis=-1)
+        out = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+    else:
+        a, b = x32[..., 0::2], x32[..., 1::2]
+        out = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    return out.astype(x.dtype)

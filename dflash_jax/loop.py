@@ -1,0 +1,159 @@
+"""The compiled programs: prompt chunks, the start of a generation, and the loop over rounds."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import kv as cache
+from dflash_jax.draft import DFlashDraft, ctx_features, ingest_ctx
+from dflash_jax.kv import DraftKV
+from dflash_jax.round import DecodeState, RoundPlan, first_fault, spec_round
+from dflash_jax.targets import Target
+
+CHUNKS = (16, 64, 256)
+"""Widths of a prompt chunk; a prompt runs in the widest that fits, its tail padded."""
+
+
+class Caches(NamedTuple):
+    """Both sides' rows between programs.
+
+    last: `[B, H]`, the target's final hidden row of each sequence's latest token.
+    """
+
+    target: Any
+    draft: DraftKV | None
+    last: jax.Array
+
+
+@partial(jax.jit, static_argnames=("batch", "capacity"))
+def empty_caches(target: Target, draft: DFlashDraft | None, batch: int, capacity: int) -> Caches:
+    """Caches for `capacity` rows a sequence and the padding of a prompt's last chunk."""
+    slack = CHUNKS[0] if draft is None else max(CHUNKS[0], draft.config.block_size + 1)
+    state = target.init_state(batch, capacity + slack)
+    last = jnp.zeros_like(target.embed(jnp.zeros((batch, 1), jnp.int32))[:, 0])
+    kv = None
+    if draft is not None:
+        kv = cache.allocate(draft.config, batch, capacity, draft.dtype, overhang=slack)
+    return Caches(state, kv, last)
+
+
+def prefill(
+    target: Target,
+    draft: DFlashDraft | None,
+    caches: Caches,
+    rows: Sequence[Sequence[int]],
+    lengths: Sequence[int],
+    capacity: int,
+) -> Caches:
+    """Feed `rows` (tokens of each sequence, any counts) behind the `lengths` rows already held.
+
+    Runs on the host chunk by chunk; the result does not depend on how the rows fall into chunks.
+    """
+    longest, fed = max(len(row) for row in rows), 0
+    while fed < longest:
+        held = max(n + min(fed, len(row)) for n, row in zip(lengths, rows, strict=True))
+        width = _chunk(longest - fed, capacity + CHUNKS[0] - held)
+        pieces = [row[fed : fed + width] for row in rows]
+        ids = np.zeros((len(rows), width), np.int32)
+        for b, piece in enumerate(pieces):
+            ids[b, : len(piece)] = piece
+        count = np.array([len(piece) for piece in pieces], np.int32)
+        caches = prefill_chunk(target, draft, caches, jnp.asarray(ids), jnp.asarray(count))
+        fed += width
+    return caches
+
+
+def _chunk(left: int, room: int) -> int:
+    """The narrowest chunk that takes `left` tokens, else the widest; never wider than `room`."""
+    fitting = [width for width in CHUNKS if width <= room]
+    return next((width for width in fitting if width >= left), fitting[-1])
+
+
+@partial(jax.jit, donate_argnames=("caches",))
+def prefill_chunk(
+    target: Target,
+    draft: DFlashDraft | None,
+    caches: Caches,
+    ids: jax.Array,
+    count: jax.Array,
+) -> Caches:
+    """Commit `count [B]` tokens of `ids [B, C]` to both caches.
+
+    Logits are made later, of the `last` row alone, never of a whole prompt.
+    """
+    state, kv, last = caches
+    taps = () if draft is None else draft.config.target_layer_ids
+    pos = state.len[:, None] + jnp.arange(ids.shape[1])
+    out, state = target.forward(state, ids, taps)
+    state = target.commit(state, count)
+    if draft is not None:
+        kv = ingest_ctx(draft, kv, ctx_features(draft, out.taps), pos, count)
+    index = jnp.maximum(count - 1, 0)[:, None, None]
+    newest = jnp.take_along_axis(out.hidden, index, axis=1)[:, 0]
+    return Caches(state, kv, jnp.where((count > 0)[:, None], newest, last))
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state", "kv"))
+def start(
+    target: Target,
+    state: Any,
+    kv: DraftKV | None,
+    last: jax.Array,
+    budget: jax.Array,
+    verify_cap: jax.Array,
+    stop_ids: jax.Array,
+    plan: RoundPlan,
+) -> DecodeState:
+    """Emit the first token (the prompt's own next token) and open the books of a generation."""
+    logits = target.logits(last)
+    anchor = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    batch = anchor.shape[0]
+    zeros = jnp.zeros((batch,), jnp.int32)
+    tokens = jnp.zeros((batch, plan.capacity + 1 + plan.verify_width), jnp.int32)
+    fault = first_fault(logits[:, None])
+    finished = (anchor[:, None] == stop_ids).any(-1) | (budget <= 1) | (state.len >= plan.capacity)
+    return DecodeState(
+        target=state,
+        draft=kv,
+        anchor=anchor,
+        tokens=tokens.at[:, 0].set(anchor),
+        emitted=zeros + 1,
+        budget=budget,
+        done=finished | (fault >= 0),
+        verify_cap=verify_cap,
+        rounds=zeros,
+        drafted=zeros,
+        gains=jnp.zeros((batch, plan.capacity + 1), jnp.int32),
+        draft_fault=zeros - 1,
+        target_fault=fault,
+    )
+
+
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+def decode(
+    target: Target,
+    draft: DFlashDraft | None,
+    state: DecodeState,
+    stop_ids: jax.Array,
+    max_rounds: jax.Array,
+    plan: RoundPlan,
+) -> DecodeState:
+    """At most `max_rounds` rounds on the device, ending early once every sequence is done.
+
+    A whole generation is one call with a large `max_rounds`; a stream calls the same compiled
+    program with a small one. The caches in `state` are donated and updated in place.
+    """
+
+    def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
+        taken, state = carry
+        return (taken < max_rounds) & ~state.done.all()
+
+    def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
+        taken, state = carry
+        return taken + 1, spec_round(target, draft, state, stop_ids, plan)
+
+    return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]

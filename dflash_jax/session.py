@@ -1,0 +1,316 @@
+"""Generation from Python: `generate` for a whole answer, `SpecSession` to go on from there."""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import loop
+from dflash_jax.config import DSparkHarvest, resolve_harvest
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.round import DecodeState, RoundPlan
+from dflash_jax.targets import Target
+
+MIN_CAPACITY = 256
+ALL_ROUNDS = np.iinfo(np.int32).max
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """What one sequence got.
+
+    token_ids: emitted tokens, a stop token included. acceptance_lengths: tokens gained in each
+    round, the target's own (bonus) token included, the first token (from the prompt) excluded.
+    drafted: drafts verified; accepted: drafts committed. finish_reason: "stop", "length" (budget),
+    "capacity" (context full) or "open" (more may come). prefill_seconds: the prompt and first
+    token; seconds: all rounds; both are wall time, compilation included where it happened.
+    """
+
+    token_ids: list[int]
+    prompt_tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    acceptance_lengths: list[int]
+    finish_reason: str
+    prefill_seconds: float
+    seconds: float
+
+    @property
+    def emitted(self) -> int:
+        """How many tokens came out."""
+        return len(self.token_ids)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens gained per round, pooled; 0.0 where there was no round."""
+        return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens gained in rounds over the rounds' wall time; 0.0 where there was no round."""
+        return sum(self.acceptance_lengths) / self.seconds if self.rounds else 0.0
+
+
+def generate(
+    target: Target,
+    draft: DFlashDraft | None,
+    prompts: Sequence[int] | Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 128,
+    **options: Any,
+) -> Any:
+    """Decode greedily; the tokens are the target's own, whatever the drafter proposes.
+
+    Args:
+      target: see `targets.Target`.
+      draft: a drafter, or None for the plain one-row loop.
+      prompts: token ids of one prompt, or a list of prompts of any lengths.
+      max_new_tokens: most tokens to emit, for all or per prompt.
+      **options: those of `SpecSession`.
+
+    Returns a `Generation`, or a list of them for a list of prompts.
+
+    >>> out = generate(target, draft, codec.encode("Hello"), 32)      # doctest: +SKIP
+    >>> out.token_ids, out.mean_acceptance_length                     # doctest: +SKIP
+    """
+    single = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    session = SpecSession(target, draft, **options)
+    session.open([prompts] if single else prompts, max_new_tokens)
+    session.burst()
+    results = session.results()
+    return results[0] if single else results
+
+
+class SpecSession:
+    """Sequences in flight: open a prompt, decode in bursts or as a stream, resume with more text.
+
+    Args:
+      target, draft: as in `generate`.
+      stop_token_ids: default the target's eos ids; () for none.
+      block_size: rows drafted a round, at most the checkpoint's (default).
+      verify_width: rows verified a round, anchor included, 2..drafts + 1 (default: all drafts).
+      capacity: rows a sequence may hold; default the smallest power of two that holds prompt and
+        budget (so that nearby lengths share compiled programs), at most the model's context.
+      harvest: see `resolve_harvest`.
+      accept: False verifies as usual but accepts nothing: the same compiled program then decodes
+        plainly, one token a round, which is what losslessness is checked against.
+
+    >>> session = SpecSession(target, draft)                          # doctest: +SKIP
+    >>> session.open([prompt_ids], max_new_tokens=64)                 # doctest: +SKIP
+    >>> for tokens in session.stream(): ...                           # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DFlashDraft | None,
+        *,
+        stop_token_ids: Sequence[int] | None = None,
+        block_size: int | None = None,
+        verify_width: int | None = None,
+        capacity: int | None = None,
+        harvest: DSparkHarvest | str | None = None,
+        accept: bool = True,
+    ):
+        self.target, self.draft = target, draft
+        self._capacity, self._accept = capacity, accept
+        stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+        self.stop_token_ids = _token_ids("stop_token_ids", stops, None)
+        self._harvest = DSparkHarvest.DFLASH
+        self._block, self._width = 1, 1
+        if draft is not None:
+            target.check_drafter(draft.config)
+            self._harvest = resolve_harvest(draft.config, harvest)
+            self._block = _between("block_size", block_size, 2, draft.config.block_size)
+            most = self._harvest.drafts(self._block) + 1
+            self._width = _between("verify_width", verify_width, 2, most)
+        self.state: DecodeState | None = None
+
+    def open(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 128
+    ) -> None:
+        """Prefill the prompts and emit each one's first token."""
+        if len(prompts) == 0:
+            raise ValueError("prompts: expected at least one, found none")
+        rows = [_token_ids(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)]
+        if any(len(row) == 0 for row in rows):
+            raise ValueError("prompt: expected at least one token, found an empty one")
+        budget = self._budgets(max_new_tokens, len(rows))
+        self.plan = RoundPlan(self._block, self._width, self._room_for(rows, budget), self._harvest)
+        caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
+        self._context = [[] for _ in rows]
+        self._prefill(caches, rows, budget)
+
+    def burst(self, rounds: int | None = None) -> None:
+        """Decode `rounds` more rounds (default: until every sequence is done)."""
+        self._require_open()
+        began = time.perf_counter()
+        limit = jnp.int32(ALL_ROUNDS if rounds is None else rounds)
+        self.state = loop.decode(self.target, self.draft, self.state, self._stops, limit, self.plan)
+        jax.block_until_ready(self.state)
+        self._seconds += time.perf_counter() - began
+        self._check_faults()
+
+    def stream(self, rounds: int = 1) -> Iterator[list[list[int]]]:
+        """Yield each sequence's new tokens: first the prompt's own, then every `rounds` rounds."""
+        self._require_open()
+        sent = [0] * len(self._context)
+        while True:
+            tokens, emitted = np.asarray(self.state.tokens), np.asarray(self.state.emitted)
+            yield [tokens[b, sent[b] : n].tolist() for b, n in enumerate(emitted)]
+            sent = emitted.tolist()
+            if self.done:
+                return
+            self.burst(rounds)
+
+    def resume(
+        self, suffixes: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 128
+    ) -> None:
+        """Append text (one suffix a sequence) and emit the token after it.
+
+        Equal to opening prompt + emitted tokens + suffix from cold, without redoing their rows.
+        """
+        self._require_open()
+        if len(suffixes) != len(self._context):
+            raise ValueError(
+                f"suffixes: expected {len(self._context)} (one a sequence), found {len(suffixes)}"
+            )
+        vocabulary = self.target.vocab_size
+        rows = [_token_ids(f"suffix {i}", s, vocabulary) for i, s in enumerate(suffixes)]
+        emitted = [result.token_ids for result in self.results()]
+        # The last emitted token is decided but has no row: it leads what is fed now.
+        rows = [[tokens[-1], *row] for tokens, row in zip(emitted, rows, strict=True)]
+        for context, tokens in zip(self._context, emitted, strict=True):
+            context.extend(tokens[:-1])
+        longest = max(len(c) + len(r) for c, r in zip(self._context, rows, strict=True))
+        if longest > self.plan.capacity:
+            raise ValueError(
+                f"suffix: expected at most {self.plan.capacity} rows in all (capacity), "
+                f"found {longest}"
+            )
+        budget = self._budgets(max_new_tokens, len(rows))
+        last = jnp.zeros_like(self.target.embed(self.state.anchor[:, None])[:, 0])
+        self._prefill(loop.Caches(self.state.target, self.state.draft, last), rows, budget)
+
+    @property
+    def done(self) -> bool:
+        """Whether every sequence has finished."""
+        return bool(np.asarray(self.state.done).all())
+
+    def results(self) -> list[Generation]:
+        """What each sequence has got since `open` or `resume`."""
+        self._require_open()
+        host = jax.device_get(dataclasses.replace(self.state, target=None, draft=None))
+        return [self._result(host, b) for b in range(len(self._context))]
+
+    def _result(self, host: DecodeState, b: int) -> Generation:
+        tokens = host.tokens[b, : host.emitted[b]].tolist()
+        gains = host.gains[b, : host.rounds[b]].tolist()
+        reason = "open"
+        if host.done[b]:
+            reason = "length" if len(tokens) >= host.budget[b] else "capacity"
+            reason = "stop" if tokens[-1] in self.stop_token_ids else reason
+        return Generation(
+            token_ids=tokens,
+            prompt_tokens=len(self._context[b]),
+            rounds=len(gains),
+            drafted=int(host.drafted[b]),
+            accepted=sum(gains) - len(gains),
+            acceptance_lengths=gains,
+            finish_reason=reason,
+            prefill_seconds=self._prefill_seconds,
+            seconds=self._seconds,
+        )
+
+    def _prefill(self, caches: loop.Caches, rows: list[list[int]], budget: list[int]) -> None:
+        began = time.perf_counter()
+        lengths = [len(context) for context in self._context]
+        capacity = self.plan.capacity
+        caches = loop.prefill(self.target, self.draft, caches, rows, lengths, capacity)
+        for context, row in zip(self._context, rows, strict=True):
+            context.extend(row)
+        cap = self.plan.verify_width if self._accept else 1
+        self._stops = _padded(self.stop_token_ids)
+        self.state = loop.start(
+            self.target,
+            *caches,
+            jnp.asarray(budget, jnp.int32),
+            jnp.full((len(rows),), cap, jnp.int32),
+            self._stops,
+            self.plan,
+        )
+        jax.block_until_ready(self.state)
+        self._prefill_seconds, self._seconds = time.perf_counter() - began, 0.0
+        self._check_faults()
+
+    def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
+        many = isinstance(max_new_tokens, Sequence)
+        budget = list(max_new_tokens) if many else [max_new_tokens] * batch
+        if len(budget) != batch:
+            raise ValueError(
+                f"max_new_tokens: expected {batch} (one a prompt), found {len(budget)}"
+            )
+        for n in budget:
+            if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
+                raise ValueError(f"max_new_tokens: expected a positive integer, found {n!r}")
+        return [min(int(n), ALL_ROUNDS) for n in budget]
+
+    def _room_for(self, rows: list[list[int]], budget: list[int]) -> int:
+        longest, limit = max(len(row) for row in rows), self.target.max_positions
+        if self._capacity is not None:
+            capacity = _between("capacity", self._capacity, 1, limit)
+        else:
+            wanted = max(len(row) + n - 1 for row, n in zip(rows, budget, strict=True))
+            capacity = MIN_CAPACITY
+            while capacity < min(wanted, limit):
+                capacity *= 2
+            capacity = min(capacity, limit)
+        if longest > capacity:
+            raise ValueError(
+                f"prompt: expected at most {capacity} tokens (capacity), found {longest}"
+            )
+        return capacity
+
+    def _check_faults(self) -> None:
+        for side in ("draft", "target"):
+            fault = np.asarray(getattr(self.state, f"{side}_fault"))
+            if (fault >= 0).any():
+                b = int(np.argmax(fault >= 0))
+                row = f"draft slot {fault[b] + 1}" if side == "draft" else f"verify row {fault[b]}"
+                raise ValueError(f"non-finite {side} logits: sequence {b}, {row}")
+
+    def _require_open(self) -> None:
+        if self.state is None:
+            raise ValueError("session: expected open() first, found nothing open")
+
+
+def _padded(stop_token_ids: Sequence[int]) -> jax.Array:
+    """Stop ids padded with -1 to a multiple of 8, so that usual stop sets share a program."""
+    room = max(8, -(-len(stop_token_ids) // 8) * 8)
+    return jnp.asarray([*stop_token_ids, *[-1] * (room - len(stop_token_ids))], jnp.int32)
+
+
+def _between(name: str, value: int | None, low: int, high: int) -> int:
+    value = high if value is None else value
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or not low <= value <= high
+    ):
+        raise ValueError(f"{name}: expected {low}..{high}, found {value!r}")
+    return int(value)
+
+
+def _token_ids(name: str, ids: Sequence[int], vocabulary: int | None) -> list[int]:
+    out = []
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise ValueError(f"{name}: expected token ids, found {token!r}")
+        if token < 0 or (vocabulary is not None and token >= vocabulary):
+            raise ValueError(f"{name}: expected ids in 0..{(vocabulary or 0) - 1}, found {token}")
+        out.append(int(token))
+    return out

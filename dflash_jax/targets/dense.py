@@ -1,0 +1,213 @@
+"""The dense decoder: Qwen3 (with q/k head norms) and Llama-class models (without).
+
+One function serves prefill, verify and the one-token step: `DenseTarget.forward`.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.attention import ABSENT, block_attention
+from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
+from dflash_jax.kv import write_rows
+from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+from dflash_jax.targets import TargetOutput, check_taps
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Static geometry of a dense decoder.
+
+    `vocab_size` counts the tokens that exist; `embedding_rows` the rows of the tables, padding
+    included. `layer_window` is None on layers that see everything. `qk_norm`: per-head RMSNorm.
+    """
+
+    hidden_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    num_hidden_layers: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    vocab_size: int
+    embedding_rows: int
+    max_position_embeddings: int
+    layer_window: tuple[int | None, ...]
+    qk_norm: bool
+    tied: bool
+    stop_token_ids: tuple[int, ...] = ()
+
+    @property
+    def q_size(self) -> int:
+        """Width of all query heads together."""
+        return self.num_attention_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key (or value) heads together."""
+        return self.num_key_value_heads * self.head_dim
+
+
+@struct.dataclass
+class DenseLayer:
+    """One decoder layer; the fused rows of `DFlashLayer`, norms of q and k only where present."""
+
+    input_norm: jax.Array
+    qkv: jax.Array
+    q_norm: jax.Array | None
+    k_norm: jax.Array | None
+    o: jax.Array
+    post_norm: jax.Array
+    gate_up: jax.Array
+    down: jax.Array
+
+
+@struct.dataclass
+class DenseState:
+    """KV cache: k, v one leaf a layer `[B, kv_heads, slots, D]`; slot = position; len `[B]`.
+
+    Rows at and past `len` may hold anything.
+    """
+
+    k: list[jax.Array]
+    v: list[jax.Array]
+    len: jax.Array
+
+
+@struct.dataclass
+class DenseTarget:
+    """A dense decoder as a `Target`: embedding `[rows, H]`, layers, norm `[H]`, head `[rows, H]`.
+
+    `head` is None where it is tied to the embedding.
+    """
+
+    embedding: jax.Array
+    layers: list[DenseLayer]
+    norm: jax.Array
+    head: jax.Array | None
+    config: DecoderConfig = struct.field(pytree_node=False)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden_size
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return self.config.stop_token_ids
+
+    @property
+    def max_positions(self) -> int:
+        return self.config.max_position_embeddings
+
+    @property
+    def lm_head(self) -> jax.Array:
+        """The output table `[rows, H]`, tied or not."""
+        return self.embedding if self.head is None else self.head
+
+    def check_drafter(self, config: DFlashConfig) -> None:
+        check_against_target(
+            config,
+            hidden_size=self.config.hidden_size,
+            num_layers=self.config.num_hidden_layers,
+            embedding_rows=self.config.embedding_rows,
+        )
+
+    def embed(self, ids: jax.Array) -> jax.Array:
+        return self.embedding[ids]
+
+    def init_state(self, batch: int, slots: int) -> DenseState:
+        config = self.config
+        shape = (batch, config.num_key_value_heads, slots, config.head_dim)
+
+        def leaves() -> list[jax.Array]:
+            return [jnp.zeros(shape, self.embedding.dtype) for _ in self.layers]
+
+        return DenseState(k=leaves(), v=leaves(), len=jnp.zeros((batch,), jnp.int32))
+
+    def forward(
+        self, state: DenseState, ids: jax.Array, taps: tuple[int, ...] = ()
+    ) -> tuple[TargetOutput, DenseState]:
+        config, rows = self.config, ids.shape[1]
+        check_taps(taps, config.num_hidden_layers)
+        pos = state.len[:, None] + jnp.arange(rows)
+        slots = jnp.arange(state.k[0].shape[2])
+        k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
+        cos, sin = rope_tables(config.rope, config.head_dim, pos)
+        new_k, new_v, tapped = list(state.k), list(state.v), {}
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            with jax.named_scope(f"target_layer_{i}"):
+                h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
+                q, k, v = _qkv(config, layer, h, cos, sin)
+                new_k[i] = write_rows(state.k[i], k, state.len)
+                new_v[i] = write_rows(state.v[i], v, state.len)
+                attended = block_attention(
+                    q, new_k[i], new_v[i], pos, k_pos, causal=True, window=config.layer_window[i]
+                )
+                x = x + linear(attended, layer.o)
+                h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
+                x = x + swiglu(h, layer.gate_up, layer.down)
+                tapped[i] = x
+        hidden = rms_norm(x, self.norm, config.rms_norm_eps)
+        # transformers' hidden_states hold the last layer's output after the final norm.
+        tapped[config.num_hidden_layers - 1] = hidden
+        empty = jnp.zeros((*ids.shape, 0), x.dtype)
+        joined = jnp.concatenate([empty, *(tapped[i] for i in taps)], axis=-1)
+        return TargetOutput(hidden, joined), state.replace(k=new_k, v=new_v)
+
+    def commit(self, state: DenseState, count: jax.Array) -> DenseState:
+        return state.replace(len=state.len + count)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        logits = linear(hidden, self.lm_head, dtype=jnp.float32)
+        if self.config.vocab_size == self.config.embedding_rows:
+            return logits
+        real = jnp.arange(self.config.embedding_rows) < self.config.vocab_size
+        return jnp.where(real, logits, jnp.finfo(jnp.float32).min)
+
+
+def abstract(config: DecoderConfig, dtype: jnp.dtype) -> DenseTarget:
+    """The target's shapes and dtypes, the one source for loaders, random init and sharding."""
+
+    def array(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    hidden, ff = config.hidden_size, config.intermediate_size
+
+    def layer() -> DenseLayer:
+        return DenseLayer(
+            input_norm=array(hidden),
+            qkv=array(config.q_size + 2 * config.kv_size, hidden),
+            q_norm=array(config.head_dim) if config.qk_norm else None,
+            k_norm=array(config.head_dim) if config.qk_norm else None,
+            o=array(hidden, config.q_size),
+            post_norm=array(hidden),
+            gate_up=array(2 * ff, hidden),
+            down=array(hidden, ff),
+        )
+
+    return DenseTarget(
+        embedding=array(config.embedding_rows, hidden),
+        layers=[layer() for _ in range(config.num_hidden_layers)],
+        norm=array(hidden),
+        head=None if config.tied else array(config.embedding_rows, hidden),
+        config=config,
+    )
+
+
+def _qkv(config, layer, h, cos, sin):
+    """q `[B, r, heads, D]`, k and v `[B, r, kv_heads, D]`; q and k normed where normed, roped."""
+    projected = linear(h, layer.qkv).reshape(*h.shape[:-1], -1, config.head_dim)
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    q, k, v = jnp.split(projected, [heads, heads + kv_heads], axis=-2)
+    if config.qk_norm:
+        q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
+        k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v

