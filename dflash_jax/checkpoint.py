@@ -19,7 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dflash_jax import quant
-from dflash_jax.config import DFlashConfig, config_dict, read_config
+from dflash_jax.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    config_dict,
+    read_config,
+)
 from dflash_jax.draft import DFlashDraft, abstract
 
 ASSETS = Path(__file__).parent / "assets"
@@ -106,15 +112,21 @@ class TensorFiles:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor on disk: exact shape, its leaf in the pytree, the leaf's rows it fills."""
+    """One tensor on disk: exact shape, its leaf in the pytree, the leaf's first row it fills, and
+    other names that exports give it.
+    """
 
     shape: tuple[int, ...]
     leaf: str
     start: int = 0
+    aliases: tuple[str, ...] = ()
 
 
 def tensor_table(config: DFlashConfig) -> dict[str, Entry]:
-    """Checkpoint name -> `Entry` for every tensor the config requires (11 L + 3 for DFlash)."""
+    """Checkpoint name -> `Entry` for every tensor the config requires.
+
+    11 L + 3 for the backbone, 4 L + 3 more for DFlash2, the heads' own for DSpark.
+    """
     hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
     ff, dim = config.intermediate_size, config.head_dim
     table = {
@@ -137,9 +149,59 @@ def tensor_table(config: DFlashConfig) -> dict[str, Entry]:
             name + "mlp.up_proj.weight": Entry((ff, hidden), leaf + "gate_up", ff),
             name + "mlp.down_proj.weight": Entry((hidden, ff), leaf + "down"),
         }
+    if config.dflash2 is not None:
+        table |= _dflash2_table(config, config.dflash2)
+    if config.dspark is not None:
+        table |= _dspark_table(config, config.dspark)
     return table
 
 
+def _dflash2_table(config: DFlashConfig, two: DFlash2Config) -> dict[str, Entry]:
+    hidden, taps, rank = config.hidden_size, two.conv_kernel_size, two.selector_rank
+    rows = 2 * taps * (hidden // two.conv_group_size)
+    table = {
+        SELECTOR + "hidden_projection.weight": Entry((rank, hidden), "dflash2.hidden_projection"),
+    }
+    for side in ("predecessor", "successor"):
+        name, shape = f"{SELECTOR}{side}_codebook", (config.vocabulary, rank)
+        table[name] = Entry(shape, f"dflash2.{side}", aliases=(name + ".weight",))
+    for i in range(config.num_hidden_layers):
+        for conv in ("attention_conv", "mlp_conv"):
+            name = f"layers.{i}.{conv}."
+            table[name + "base_kernel"] = Entry((2, taps, hidden), name + "base_kernel")
+            table[name + "kernel_projection.weight"] = Entry(
+                (rows, hidden), name + "kernel_projection"
+            )
+    return table
+
+
+def _dspark_table(config: DFlashConfig, spark: DSparkConfig) -> dict[str, Entry]:
+    hidden, rank, table = config.hidden_size, spark.markov_rank or 0, {}
+    if rank:
+        for name in ("w1", "w2"):
+            shape = (config.vocabulary, rank)
+            table[f"{MARKOV}markov_{name}.weight"] = Entry(shape, f"markov.{name}")
+    mix = {"gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
+    if rank and spark.markov_head_type in mix:
+        shape, name = mix[spark.markov_head_type], MARKOV + MIXES[spark.markov_head_type]
+        table[name + ".weight"] = Entry(shape, "markov.mix")
+        table[name + ".bias"] = Entry(shape[:1], "markov.mix_bias")
+    if spark.confidence:
+        width = hidden + (rank if spark.confidence_with_markov else 0)
+        table[CONFIDENCE + "weight"] = Entry((1, width), "confidence.weight")
+        table[CONFIDENCE + "bias"] = Entry((1,), "confidence.bias")
+    return table
+
+
+MARKOV, CONFIDENCE, SELECTOR = "markov_head.", "confidence_head.proj.", "candidate_selector."
+MIXES = {"gated": "gate_proj", "rnn": "joint_proj"}
+FAMILY_PARTS = (MARKOV, "confidence_head.", SELECTOR)
+DSPARK_KEYS = {
+    "markov_head_type": "markov_head_type",
+    "markov_rank": "markov_rank",
+    "confidence": "enable_confidence_head",
+    "confidence_with_markov": "confidence_head_with_markov",
+}
 HEAD_TABLE = ("lm_head.weight", "d2t")
 TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
 """Tensors of the target that some exports carry along: compared with it, then left alone."""
@@ -165,18 +227,16 @@ def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> 
     files = TensorFiles(directory)
     token_to_id = getattr(target, "token_to_id", None)
     config = read_config(directory, token_to_id)
-    if config.family != "dflash":
-        raise NotImplementedError(
-            f"{files.directory}: expected a DFlash checkpoint, found family {config.family!r}, "
-            "which this version does not run yet"
-        )
+    if config.dspark is not None:
+        config = dataclasses.replace(config, dspark=_resolve_dspark(files, config.dspark))
     if target is not None:
         target.check_drafter(config)
-    head_rows = _census(files, config, target)
-    leaves = read_leaves(files, tensor_table(config), compute_dtype(dtype))
+    table = _names_on_disk(files, tensor_table(config))
+    head_rows = _census(files, table, config, target)
+    leaves = read_leaves(files, table, compute_dtype(dtype))
     if head_rows is not None:
         leaves["head.lm_head"] = _as_dtype(read_tensor(files, HEAD_TABLE[0]), compute_dtype(dtype))
-        leaves["head.d2t"] = read_tensor(files, HEAD_TABLE[1]).astype(np.int32)
+        leaves["head.d2t"] = _d2t(files, target)
     return assemble(abstract(config, compute_dtype(dtype), head_rows), leaves)
 
 
@@ -277,35 +337,72 @@ def check_shapes(files: TensorSource, table: Mapping[str, Entry]) -> None:
         raise ValueError(f"{files.directory}: {listing(wrong)}")
 
 
-def _census(files: TensorFiles, config: DFlashConfig, target: Any) -> int | None:
+def _names_on_disk(files: TensorFiles, table: Mapping[str, Entry]) -> dict[str, Entry]:
+    """The table under the names this checkpoint uses, where it has a tensor by an alias."""
+    names = files.names()
+    return {
+        next((n for n in (name, *entry.aliases) if n in names), name): entry
+        for name, entry in table.items()
+    }
+
+
+def _resolve_dspark(files: TensorFiles, stated: DSparkConfig) -> DSparkConfig:
+    """What the tensors say of the heads; ValueError naming both where the config disagrees."""
+    names = files.names()
+    w1, weight, norm = MARKOV + "markov_w1.weight", CONFIDENCE + "weight", "norm.weight"
+    rank = files.shape(w1)[1] if w1 in names else 0
+    kinds = [kind for kind, mix in MIXES.items() if f"{MARKOV}{mix}.weight" in names]
+    if len(kinds) > 1:
+        raise ValueError(f"{files.directory}: expected one Markov head, found {kinds}")
+    confidence = weight in names
+    plain = confidence and norm in names and files.shape(weight)[-1] == files.shape(norm)[0]
+    held = DSparkConfig(
+        markov_head_type=kinds[0] if kinds else "vanilla",
+        markov_rank=rank,
+        confidence=confidence,
+        confidence_with_markov=confidence and not plain,
+    )
+    for field in dataclasses.fields(held):
+        says, has = getattr(stated, field.name), getattr(held, field.name)
+        moot = field.name == "confidence_with_markov" and not confidence
+        moot = moot or (field.name == "markov_head_type" and not rank)
+        if says is not None and not moot and says != has:
+            raise ValueError(
+                f"{files.directory}: {DSPARK_KEYS[field.name]}: config.json says {says!r}, "
+                f"the tensors say {has!r}"
+            )
+    return held
+
+
+def _census(
+    files: TensorFiles, table: Mapping[str, Entry], config: DFlashConfig, target: Any
+) -> int | None:
     """The gate: every required tensor in its exact shape, every tensor in the file consumed.
 
     Returns the rows of the drafter's own head, or None where the target's head is used.
     """
-    table = tensor_table(config)
     check_shapes(files, table)
     scales = {name + quant.SCALE for name in table if files.dtype(name) == "I8"}
     lacking = sorted(scales - files.names())
     if lacking:
         raise ValueError(f"{files.directory}: int8 tensors without scales {listing(lacking)}")
     extra = files.names() - set(table) - scales
-    foreign = sorted(n for n in extra if n.startswith(FOREIGN))
+    foreign = sorted(n for n in extra if n.startswith(FAMILY_PARTS) or "_conv." in n)
     if foreign:
         raise ValueError(
-            f"{files.directory}: config.json declares plain DFlash, found tensors of another "
-            f"family {listing(foreign)}"
+            f"{files.directory}: config.json declares family {config.family!r}, found tensors of "
+            f"another {listing(foreign)}"
         )
     own_head = _own_head(files, target)
     consumed = set(TARGET_COPIES) | (set(HEAD_TABLE) if own_head else set())
     left = sorted(extra - consumed)
+    if left and config.family != "dflash":
+        raise ValueError(f"{files.directory}: unused tensors {listing(left)}")
     if left:
         warnings.warn(f"{files.directory}: unused tensors {listing(left)}", stacklevel=3)
     if target is not None:
         _compare_copies(files, target, skip=HEAD_TABLE if own_head else ())
     return files.shape(HEAD_TABLE[0])[0] if own_head else None
-
-
-FOREIGN = ("markov_head.", "confidence_head.", "candidate_selector.")
 
 
 def _own_head(files: TensorFiles, target: Any) -> bool:
@@ -324,6 +421,18 @@ def _own_head(files: TensorFiles, target: Any) -> bool:
             "tokens: expected a d2t map, found none"
         )
     return d2t
+
+
+def _d2t(files: TensorFiles, target: Any) -> np.ndarray:
+    """The offsets, int32; ValueError where one leads out of the target's vocabulary."""
+    offsets = read_tensor(files, HEAD_TABLE[1]).astype(np.int32)
+    ids = offsets + np.arange(len(offsets))
+    vocabulary = None if target is None else target.vocab_size
+    bad = ids[(ids < 0) | (ids >= (ids.max() + 1 if vocabulary is None else vocabulary))]
+    if len(bad):
+        upper = " and up" if vocabulary is None else f"..{vocabulary - 1}"
+        raise ValueError(f"{files.directory}: d2t: expected ids in 0{upper}, found {bad[0]}")
+    return offsets
 
 
 def _compare_copies(files: TensorFiles, target: Any, skip: Iterable[str]) -> None:

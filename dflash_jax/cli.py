@@ -9,19 +9,30 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
 from dflash_jax import __version__
-from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts
+from dflash_jax.checkpoint import draft_directory, load_draft, save_draft, shipped_drafts
 from dflash_jax.compare import Comparison, compare, plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession, generate
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.text import StreamDecoder
+from dflash_jax.window import DSparkVtPolicy, PolicyKind
 
+SAMPLING = {
+    "top_k": (int, "keep the k likeliest tokens (0: off)"),
+    "top_p": (float, "keep the likeliest tokens up to this probability (1: off)"),
+    "min_p": (float, "drop tokens below this share of the likeliest one's probability (0: off)"),
+    "repeat_penalty": (float, "divide the logits of tokens seen before (1: off)"),
+    "frequency_penalty": (float, "subtract this per occurrence (0: off)"),
+    "presence_penalty": (float, "subtract this from tokens seen before (0: off)"),
+    "seed": (int, "of the random numbers (0)"),
+}
 EXPECTED = (ValueError, FileNotFoundError, NotImplementedError, ModuleNotFoundError, OSError)
 
 
@@ -54,8 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument(
         "--draft",
         metavar="NAME|DIR|none",
-        help=f"the drafter: shipped ({', '.join(shipped_drafts()) or 'none'}), a directory, or none "
-        "to decode plainly (default: the shipped one for smollm2)",
+        help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory, or none to "
+        "decode plainly (default: the shipped one for smollm2)",
     )
     gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     gen.add_argument(
@@ -78,12 +89,35 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument(
         "--verify-width", type=int, metavar="W", help="rows verified a round, anchor included"
     )
+    gen.add_argument(
+        "--window-policy",
+        choices=get_args(PolicyKind),
+        help="how wide each round verifies (default: the family's own)",
+    )
+    gen.add_argument("--tau", type=float, help="threshold of the confidence policies (0.5)")
+    gen.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
+    for name, (kind, what) in SAMPLING.items():
+        gen.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=what)
     gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
     gen.add_argument("--harvest", metavar="dflash|dspark", help="which draft rows are proposals")
     gen.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
     )
+    export = commands.add_parser(
+        "export", help="write a drafter as bf16 tensors that other implementations read"
+    )
+    export.set_defaults(run=run_export)
+    export.add_argument("--draft", required=True, metavar="NAME|DIR", help="the drafter to write")
+    export.add_argument("--out", required=True, metavar="DIR", help="directory to write")
     return parser
+
+
+def run_export(args: argparse.Namespace) -> int:
+    """`dflash-jax export`."""
+    draft = load_draft(args.draft, dtype="bfloat16")
+    save_draft(draft, args.out)
+    print(f"{args.out}: {draft.config.family} drafter, bf16, Hugging Face names")
+    return 0
 
 
 def run_generate(args: argparse.Namespace) -> int:
@@ -168,20 +202,46 @@ def _session_options(
                 f"--stop: expected a token of the vocabulary or an id, found {token!r}"
             )
         stops.append(int(token) if known is None else known)
-    options = {"stop_token_ids": stops, "capacity": args.capacity}
+    options = {
+        "stop_token_ids": stops,
+        "capacity": args.capacity,
+        "sampling": _sampling(args),
+    }
+    if args.compare and not options["sampling"].greedy:
+        raise ValueError("--compare: expected greedy decoding, found --temperature above 0")
+    if args.tau is not None and args.window_policy not in ("confidence", "confidence-slot"):
+        raise ValueError(
+            f"--tau: expected --window-policy confidence or confidence-slot, "
+            f"found {args.window_policy or 'none'}"
+        )
     drafting = {
         "block_size": args.block_size,
         "verify_width": args.verify_width,
         "harvest": args.harvest,
+        "window_policy": args.window_policy,
     }
     if draft is not None:
         resolve_harvest(draft.config, args.harvest)
-        return options | drafting
+        kind = drafting.pop("window_policy")
+        tau = {} if args.tau is None else {"tau": args.tau}
+        return options | drafting | {"policy": DSparkVtPolicy(kind, **tau) if kind else None}
     given = [name for name, value in drafting.items() if value is not None]
     if given:
         flag = "--" + given[0].replace("_", "-")
         raise ValueError(f"{flag}: expected a drafter to apply it to, found --draft none")
     return options
+
+
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    given = {name: getattr(args, name) for name in ("temperature", *SAMPLING)}
+    params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
+    if params.greedy:
+        # A greedy token is the argmax: these would be accepted and then do nothing.
+        idle = [n for n in ("top_k", "top_p", "min_p", "seed") if given[n] is not None]
+        if idle:
+            flag = "--" + idle[0].replace("_", "-")
+            raise ValueError(f"{flag}: expected --temperature above 0, found greedy decoding")
+    return params
 
 
 def _print_stream(

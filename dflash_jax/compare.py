@@ -79,7 +79,7 @@ def compare(
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The `SpecSession` options that also concern plain decoding."""
-    return {k: v for k, v in options.items() if k in ("stop_token_ids", "capacity")}
+    return {k: v for k, v in options.items() if k in ("stop_token_ids", "capacity", "sampling")}
 
 
 def first_difference(

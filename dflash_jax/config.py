@@ -65,6 +65,29 @@ class RopeConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DSparkConfig:
+    """What a DSpark config states of its heads; None where it is silent and the tensors decide.
+
+    `markov_rank` 0 means no Markov head.
+    """
+
+    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
+    markov_rank: int | None = None
+    confidence: bool | None = None
+    confidence_with_markov: bool | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DFlash2Config:
+    """DFlash2's convolutions and selector."""
+
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+
+
+@dataclasses.dataclass(frozen=True)
 class DFlashConfig:
     """Static description of a drafter (semantics of every field: `parse_config`).
 
@@ -91,6 +114,15 @@ class DFlashConfig:
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float | None = None
+    dspark: DSparkConfig | None = None
+    dflash2: DFlash2Config | None = None
+
+    @property
+    def vocabulary(self) -> int:
+        """`vocab_size`, for the parts of a drafter that have a row a token."""
+        if self.vocab_size is None:
+            raise ValueError(f"vocab_size: expected one in a {self.family} config, found nothing")
+        return self.vocab_size
 
     @property
     def q_size(self) -> int:
@@ -181,7 +213,7 @@ def parse_config(
     Every key is looked up in `dflash_config` first, then at top level. Refuses, by name and
     value, geometry that cannot work and settings that would be misread silently.
     """
-    keys = Keys(raw, "dflash_config")
+    keys = Keys(raw, "dflash_config", "dspark_config")
     layers = keys.positive_int("num_hidden_layers")
     heads = keys.positive_int("num_attention_heads")
     kv_heads = keys.positive_int("num_key_value_heads")
@@ -223,6 +255,8 @@ def parse_config(
         input_embedding_scale=keys.positive_float("input_embedding_scale", 1.0),
         output_multiplier=keys.positive_float("output_multiplier", 1.0),
         final_logit_softcapping=cap if cap is not None and cap > 0 else None,
+        dspark=_dspark(keys) if family == "dspark" else None,
+        dflash2=_dflash2(keys, window, block_size) if family == "dflash2" else None,
     )
 
 
@@ -241,6 +275,17 @@ def config_dict(config: DFlashConfig) -> dict[str, Any]:
         "final_logit_softcapping": (config.final_logit_softcapping, None),
     }
     dflash |= {name: value for name, (value, default) in optional.items() if value != default}
+    if config.dflash2 is not None:
+        dflash |= dataclasses.asdict(config.dflash2)
+    if config.dspark is not None:
+        stated = {
+            "projector_type": "dspark",
+            "markov_head_type": config.dspark.markov_head_type,
+            "markov_rank": config.dspark.markov_rank,
+            "enable_confidence_head": config.dspark.confidence,
+            "confidence_head_with_markov": config.dspark.confidence_with_markov,
+        }
+        dflash |= {name: value for name, value in stated.items() if value is not None}
     raw = {
         "architectures": [ARCHITECTURES[config.family]],
         "model_type": "qwen3",
@@ -349,29 +394,38 @@ def check_against_target(
 
 
 class Keys:
-    """Typed look-ups in a config: in a nested table first (where one is named), then at top level.
+    """Typed look-ups in a config: in nested tables first, in the order named, then at top level.
 
     Every error names the key, what was expected and what was found.
     """
 
-    def __init__(self, raw: Mapping[str, Any], nested: str | None = None):
-        self._raw = raw
-        self._nested_name = nested
-        inner = (raw.get(nested) if nested else None) or {}
-        if not isinstance(inner, Mapping):
-            raise ValueError(f"{nested}: expected an object, found {inner!r}")
-        self._nested = inner
+    def __init__(self, raw: Mapping[str, Any], *nested: str):
+        self._tables: dict[str, Mapping[str, Any]] = {}
+        for name in nested:
+            inner = raw.get(name) or {}
+            if not isinstance(inner, Mapping):
+                raise ValueError(f"{name}: expected an object, found {inner!r}")
+            self._tables[name] = inner
+        self._tables["top level"] = raw
 
     def get(self, name: str, default: Any = None) -> Any:
-        inner, outer = self._nested.get(name), self._raw.get(name)
-        if inner is not None and outer is not None and inner != outer:
-            warnings.warn(
-                f"{name}: {self._nested_name} says {inner!r}, top level says {outer!r}; "
-                f"using {inner!r}",
-                stacklevel=3,
-            )
-        value = inner if inner is not None else outer
-        return default if value is None else value
+        found = {t: v[name] for t, v in self._tables.items() if v.get(name) is not None}
+        if not found:
+            return default
+        (first, value), *others = found.items()
+        for table, other in others:
+            if other != value:
+                warnings.warn(
+                    f"{name}: {first} says {value!r}, {table} says {other!r}; using {value!r}",
+                    stacklevel=3,
+                )
+        return value
+
+    def optional_bool(self, name: str) -> bool | None:
+        value = self.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise ValueError(f"{name}: expected true or false, found {value!r}")
+        return value
 
     def positive_int(self, name: str) -> int:
         value = self.optional_int(name)
@@ -403,6 +457,48 @@ class Keys:
         if not number or not math.isfinite(value):
             raise ValueError(f"{name}: expected a finite number, found {value!r}")
         return float(value)
+
+
+def _dspark(keys: Keys) -> DSparkConfig:
+    kind = keys.get("markov_head_type")
+    if kind not in (None, "vanilla", "gated", "rnn"):
+        raise ValueError(f"markov_head_type: expected vanilla, gated or rnn, found {kind!r}")
+    rank = keys.get("markov_rank")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
+        raise ValueError(f"markov_rank: expected an integer >= 0, found {rank!r}")
+    confidence = keys.optional_bool("enable_confidence_head")
+    with_markov = keys.optional_bool("confidence_head_with_markov")
+    if rank == 0 and confidence and with_markov:
+        raise ValueError(
+            "confidence_head_with_markov: expected false where markov_rank is 0, found true"
+        )
+    return DSparkConfig(kind, rank, confidence, with_markov)
+
+
+def _dflash2(keys: Keys, window: tuple[int | None, ...], block_size: int) -> DFlash2Config:
+    narrow = [w for w in window if w is not None and w < block_size]
+    if narrow:
+        raise ValueError(
+            f"block_size: expected at most the sliding_window {narrow[0]}, found {block_size}"
+        )
+    config = DFlash2Config(
+        conv_kernel_size=keys.positive_int("conv_kernel_size"),
+        conv_group_size=keys.positive_int("conv_group_size"),
+        selector_rank=keys.positive_int("selector_rank"),
+        selector_top_k=keys.positive_int("selector_top_k"),
+    )
+    hidden, vocabulary = keys.positive_int("hidden_size"), keys.positive_int("vocab_size")
+    if hidden % config.conv_group_size:
+        raise ValueError(
+            f"conv_group_size: expected a divisor of hidden_size {hidden}, "
+            f"found {config.conv_group_size}"
+        )
+    if config.selector_top_k > vocabulary:
+        raise ValueError(
+            f"selector_top_k: expected at most vocab_size {vocabulary}, "
+            f"found {config.selector_top_k}"
+        )
+    return config
 
 
 def _family(raw: Mapping[str, Any]) -> Family:
@@ -444,9 +540,7 @@ def _layer_masks(
                 f"({sum(sliding)} of {layers} layers slide)",
                 stacklevel=4,
             )
-    causal = keys.get("is_causal")
-    if causal is not None and not isinstance(causal, bool):
-        raise ValueError(f"is_causal: expected true or false, found {causal!r}")
+    causal = keys.optional_bool("is_causal")
     if causal is None and family == "dflash2":
         warnings.warn(
             "is_causal is absent from a DFlash2 config (published ones say false); "

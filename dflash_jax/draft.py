@@ -13,8 +13,11 @@ from flax import struct
 from dflash_jax import kv as cache
 from dflash_jax.attention import ABSENT, block_attention
 from dflash_jax.config import DFlashConfig
+from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
 from dflash_jax.kv import DraftKV
 from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+from dflash_jax.markov import ConfidenceHead, MarkovHead
+from dflash_jax.selector import DFlash2Head
 
 
 @struct.dataclass
@@ -22,7 +25,8 @@ class DFlashLayer:
     """One drafter layer; fused rows keep the order q, k, v and gate, up.
 
     input_norm, post_norm `[H]`; qkv `[(heads + 2 * kv_heads) * D, H]`; q_norm, k_norm `[D]`;
-    o `[H, heads * D]`; gate_up `[2 * F, H]`; down `[H, F]`.
+    o `[H, heads * D]`; gate_up `[2 * F, H]`; down `[H, F]`. The convolutions are DFlash2's, None
+    in the other families.
     """
 
     input_norm: jax.Array
@@ -33,6 +37,8 @@ class DFlashLayer:
     post_norm: jax.Array
     gate_up: jax.Array
     down: jax.Array
+    attention_conv: DFlash2Conv | None = None
+    mlp_conv: DFlash2Conv | None = None
 
 
 @struct.dataclass
@@ -51,6 +57,7 @@ class DFlashDraft:
     """A drafter: config (static), layers, fc `[H, taps * H]`, hidden_norm `[H]`, norm `[H]`.
 
     `head` is None where the target's lm_head makes the draft logits, which is the usual case.
+    `markov` and `confidence` are DSpark's, `dflash2` is DFlash2's selector; None elsewhere.
     """
 
     layers: list[DFlashLayer]
@@ -58,6 +65,9 @@ class DFlashDraft:
     hidden_norm: jax.Array
     norm: jax.Array
     head: DraftHead | None
+    markov: MarkovHead | None
+    confidence: ConfidenceHead | None
+    dflash2: DFlash2Head | None
     config: DFlashConfig = struct.field(pytree_node=False)
 
     @property
@@ -73,6 +83,13 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
         return jax.ShapeDtypeStruct(shape, dtype)
 
     hidden, ff = config.hidden_size, config.intermediate_size
+    spark, two = config.dspark, config.dflash2
+
+    def conv() -> DFlash2Conv | None:
+        if two is None:
+            return None
+        taps, groups = two.conv_kernel_size, hidden // two.conv_group_size
+        return DFlash2Conv(array(2, taps, hidden), array(2 * taps * groups, hidden))
 
     def layer() -> DFlashLayer:
         return DFlashLayer(
@@ -84,23 +101,54 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
             post_norm=array(hidden),
             gate_up=array(2 * ff, hidden),
             down=array(hidden, ff),
+            attention_conv=conv(),
+            mlp_conv=conv(),
         )
 
-    head = None
+    head = markov = confidence = selector = None
     if head_rows is not None:
         head = DraftHead(lm_head=array(head_rows, hidden), d2t=array(head_rows, dtype=jnp.int32))
+    if spark is not None and spark.markov_rank:
+        vocabulary, rank = config.vocabulary, spark.markov_rank
+        mix = {
+            "vanilla": None,
+            "gated": (rank, hidden + rank),
+            "rnn": (3 * rank, 2 * rank + hidden),
+        }
+        shape = mix[spark.markov_head_type]
+        markov = MarkovHead(
+            w1=array(vocabulary, rank),
+            w2=array(vocabulary, rank),
+            mix=array(*shape) if shape else None,
+            mix_bias=array(shape[0]) if shape else None,
+            kind=spark.markov_head_type,
+        )
+    if spark is not None and spark.confidence:
+        width = hidden + (spark.markov_rank if spark.confidence_with_markov else 0)
+        confidence = ConfidenceHead(array(1, width), array(1), spark.confidence_with_markov)
+    if two is not None:
+        vocabulary, rank = config.vocabulary, two.selector_rank
+        codebook = array(vocabulary, rank)
+        selector = DFlash2Head(array(rank, hidden), codebook, codebook, two.selector_top_k)
     return DFlashDraft(
         layers=[layer() for _ in range(config.num_hidden_layers)],
         fc=array(hidden, config.tap_size),
         hidden_norm=array(hidden),
         norm=array(hidden),
         head=head,
+        markov=markov,
+        confidence=confidence,
+        dflash2=selector,
         config=config,
     )
 
 
 def init_draft(config: DFlashConfig, key: jax.Array, dtype: jnp.dtype) -> DFlashDraft:
-    """A fresh drafter: matrices normal(0, 0.02), norms one."""
+    """A fresh drafter: matrices normal(0, 0.02), norms one, biases zero.
+
+    The parts a family adds start without effect: convolutions as the identity, and the output
+    side of the Markov head and of the selector at zero.
+    """
     shapes, tree = jax.tree.flatten(abstract(config, dtype))
     keys = jax.random.split(key, len(shapes))
     leaves = [
@@ -109,7 +157,35 @@ def init_draft(config: DFlashConfig, key: jax.Array, dtype: jnp.dtype) -> DFlash
         else (0.02 * jax.random.normal(k, s.shape, jnp.float32)).astype(dtype)
         for s, k in zip(shapes, keys, strict=True)
     ]
-    return jax.tree.unflatten(tree, leaves)
+    draft = jax.tree.unflatten(tree, leaves)
+    if draft.dflash2 is not None:
+        draft = draft.replace(
+            layers=[
+                layer.replace(
+                    attention_conv=_identity_conv(layer.attention_conv),
+                    mlp_conv=_identity_conv(layer.mlp_conv),
+                )
+                for layer in draft.layers
+            ],
+            dflash2=draft.dflash2.replace(successor=jnp.zeros_like(draft.dflash2.successor)),
+        )
+    if draft.markov is not None:
+        bias = draft.markov.mix_bias
+        draft = draft.replace(
+            markov=draft.markov.replace(
+                w2=jnp.zeros_like(draft.markov.w2),
+                mix_bias=None if bias is None else jnp.zeros_like(bias),
+            )
+        )
+    if draft.confidence is not None:
+        zero = jax.tree.map(jnp.zeros_like, draft.confidence)
+        draft = draft.replace(confidence=zero)
+    return draft
+
+
+def _identity_conv(conv: DFlash2Conv) -> DFlash2Conv:
+    kernel = jnp.zeros_like(conv.base_kernel).at[:, 0].set(1)
+    return DFlash2Conv(kernel, jnp.zeros_like(conv.kernel_projection))
 
 
 def ctx_features(draft: DFlashDraft, taps: jax.Array) -> jax.Array:
@@ -202,8 +278,7 @@ def ingest_ctx(
     full = kv.full.replace(pos=cache.mark(kv.full, full_slot, held), next=full_slot + count)
     ring, ring_slot, order = kv.ring, None, None
     if wide:
-        window = max(w for w in config.layer_window if w is not None)
-        ring, order = cache.keep_last(kv.ring, held, window - 1)
+        ring, order = cache.keep_last(kv.ring, held, kv.ring_rows)
     elif kv.ring is not None:
         ring_slot = cache.reserve(kv.ring, rows)
         ring = kv.ring.replace(pos=cache.mark(kv.ring, ring_slot, held), next=ring_slot + count)
@@ -283,11 +358,27 @@ def layer_forward(
     attend: Attend,
 ) -> jax.Array:
     """One layer on block rows `x [B, b, H]`; `attend` brings the context (cached or not)."""
+
+    def attention(h: jax.Array) -> jax.Array:
+        return linear(attend(*block_qkv(config, layer, h, cos, sin)), layer.o)
+
+    def mlp(h: jax.Array) -> jax.Array:
+        return swiglu(h, layer.gate_up, layer.down)
+
     h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    attended = attend(*block_qkv(config, layer, h, cos, sin))
-    x = x + linear(attended, layer.o)
+    x = x + _convolved(layer.attention_conv, attention, h)
     h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
-    return x + swiglu(h, layer.gate_up, layer.down)
+    return x + _convolved(layer.mlp_conv, mlp, h)
+
+
+def _convolved(
+    conv: DFlash2Conv | None, sublayer: Callable[[jax.Array], jax.Array], h: jax.Array
+) -> jax.Array:
+    """The sublayer, between DFlash2's two convolutions where the layer has them."""
+    if conv is None:
+        return sublayer(h)
+    h, dyn = d2_conv_prepare(conv, h)
+    return d2_conv_finish(conv, sublayer(h), dyn)
 
 
 def block_qkv(

@@ -1,12 +1,15 @@
 """The drafter's KV cache: context rows only, appended in committed order.
 
-Full layers keep every row. Sliding layers need their last `window - 1` rows, so theirs is a ring
-of `window - 1 + 2 * slack` slots that remembers the position in each slot; `slack` is the most
-rows one append or block may bring. A slot whose position is ABSENT may hold anything.
+Full layers keep every row. Sliding layers read their last `window - 1` rows and keep `window + b`
+(so that a tail may be cut up to a block back); theirs is a ring with room for two appends more,
+which remembers the position in each slot. A slot whose position is ABSENT may hold anything.
 """
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from dflash_jax.attention import ABSENT
@@ -31,7 +34,8 @@ class DraftKV:
 
     k, v: one leaf a layer, `[B, kv_heads, slots, D]`. len: `[B]`, rows committed so far.
     floor: `[B]`, first context row that exists. full, ring: the slot books of the two kinds of
-    layer; `ring` is None where no layer is bounded by its window.
+    layer; `ring` is None where no layer is bounded by its window. ring_rows: the latest rows a ring
+    always holds. slack: the most rows of one append or block.
     """
 
     k: list[jax.Array]
@@ -41,6 +45,7 @@ class DraftKV:
     full: Slots
     ring: Slots | None
     ring_layers: tuple[bool, ...] = struct.field(pytree_node=False)
+    ring_rows: int = struct.field(pytree_node=False)
     capacity: int = struct.field(pytree_node=False)
     slack: int = struct.field(pytree_node=False)
 
@@ -60,7 +65,8 @@ def allocate(
     slack = config.block_size + 1
     full_slots = capacity + max(slack, overhang)
     windows = [w for w in config.layer_window if w is not None]
-    ring_slots = max(windows) - 1 + 2 * slack if windows else full_slots
+    ring_rows = max(windows, default=0) + config.block_size
+    ring_slots = ring_rows + 2 * slack if windows else full_slots
     bounded = ring_slots < full_slots
     ring_layers = tuple(bounded and w is not None for w in config.layer_window)
     heads, dim = config.num_key_value_heads, config.head_dim
@@ -81,6 +87,7 @@ def allocate(
         full=book(full_slots, ring=False),
         ring=book(ring_slots, ring=True) if bounded else None,
         ring_layers=ring_layers,
+        ring_rows=ring_rows,
         capacity=capacity,
         slack=slack,
     )
@@ -104,7 +111,7 @@ def check_room(kv: DraftKV, rows: int) -> None:
 def reserve(slots: Slots, rows: int) -> jax.Array:
     """First slot `[B]` of the next `rows` contiguous ones; a ring starts over when they don't fit.
 
-    Starting over overwrites only rows older than the window: a ring has twice `slack` to spare.
+    Starting over overwrites only rows older than `ring_rows`: twice `slack` is to spare.
     """
     if not slots.ring:
         return slots.next
@@ -155,3 +162,112 @@ def gather_rows(leaf: jax.Array, rows: jax.Array, order: jax.Array) -> jax.Array
     everything = jnp.concatenate([leaf, rows.astype(leaf.dtype).swapaxes(1, 2)], axis=2)
     kept = jnp.take_along_axis(everything, order[:, None, :, None], axis=2)
     return jax.lax.dynamic_update_slice(leaf, kept, (0, 0, 0, 0))
+
+
+def cold(kv: DraftKV, position: int) -> DraftKV:
+    """An empty cache that starts at an absolute position: no row below it exists."""
+    # Two buffers: the cache is donated, and one may not be given away twice.
+    at, floor = (jnp.full_like(kv.len, position) for _ in range(2))
+    return kv.replace(len=at, floor=floor)
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftTail:
+    """The latest context rows of one sequence, enough to go on drafting elsewhere.
+
+    base: absolute position of the first row; len: rows committed where it was cut (positions end
+    at len - 1); floor: the exporter's floor. k, v: a leaf a layer, `[kv_heads, rows, D]`.
+    """
+
+    base: int
+    len: int
+    floor: int
+    k: list[np.ndarray]
+    v: list[np.ndarray]
+
+
+def readable_rows(config: DFlashConfig) -> int | None:
+    """Rows a drafter may still read: window + block where all layers slide, else None (all)."""
+    windows = [w for w in config.layer_window if w is not None]
+    return max(windows) + config.block_size if len(windows) == config.num_hidden_layers else None
+
+
+def export_tail(
+    config: DFlashConfig, kv: DraftKV, upto: int | None = None, sequence: int = 0
+) -> DraftTail:
+    """Cut the last min(readable, upto - floor) rows before position `upto` (default: the length).
+
+    ValueError where `upto` lies outside the cache, or so far back that a window's rows are gone.
+    """
+    length, floor = int(kv.len[sequence]), int(kv.floor[sequence])
+    upto = length if upto is None else upto
+    if not floor <= upto <= length:
+        raise ValueError(f"upto: expected {floor}..{length} (floor..len), found {upto}")
+    readable = readable_rows(config)
+    count = upto - floor if readable is None else min(readable, upto - floor)
+    if readable is not None and kv.ring is not None:
+        # A ring holds `ring_rows` before its end; what lies further back may be overwritten.
+        count = min(count, max(0, kv.ring_rows - (length - upto)))
+        if count < min(max(w for w in config.layer_window if w is not None) - 1, upto - floor):
+            raise ValueError(f"upto: expected at least {length - config.block_size}, found {upto}")
+    wanted = np.arange(upto - count, upto)
+
+    def rows(leaf: jax.Array, layer: int) -> np.ndarray:
+        pos = np.asarray(kv.slots_of(layer).pos[sequence])
+        order = np.argsort(pos, kind="stable")
+        return np.asarray(leaf[sequence])[:, order[np.searchsorted(pos[order], wanted)]]
+
+    k = [rows(leaf, i) for i, leaf in enumerate(kv.k)]
+    v = [rows(leaf, i) for i, leaf in enumerate(kv.v)]
+    return DraftTail(upto - count, upto, floor, k, v)
+
+
+def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
+    """`kv` (empty, one sequence) with a tail's rows; its floor is the tail's first row.
+
+    ValueError naming what does not fit: layers, row shape, length against capacity, a tail that
+    does not end at its own length, or one shorter than what the drafter may read.
+    """
+    shape = (config.num_key_value_heads, config.head_dim)
+    if len(tail.k) != len(kv.k) or len(tail.v) != len(kv.v):
+        raise ValueError(f"tail: expected {len(kv.k)} layers, found {len(tail.k)}")
+    for leaf in (*tail.k, *tail.v):
+        if (leaf.shape[0], leaf.shape[2]) != shape:
+            found = (leaf.shape[0], leaf.shape[2])
+            raise ValueError(f"tail: expected rows of {shape} (kv heads, head_dim), found {found}")
+        if tail.base + leaf.shape[1] != tail.len:
+            raise ValueError(
+                f"tail: expected its last row at {tail.len - 1}, found {tail.base} + "
+                f"{leaf.shape[1]} rows"
+            )
+    count, readable = tail.len - tail.base, readable_rows(config)
+    needed = tail.len - tail.floor
+    if readable is not None:
+        needed = min(readable - config.block_size - 1, needed)
+    if count < needed:
+        raise ValueError(f"tail: expected at least {needed} rows, found {count}")
+    if count > kv.capacity or tail.len > kv.capacity:
+        raise ValueError(f"tail: expected at most {kv.capacity} rows (capacity), found {tail.len}")
+    pos = jnp.arange(tail.base, tail.len, dtype=jnp.int32)[None]
+    kv = cold(kv, tail.base)
+    zero = jnp.zeros_like(kv.len)
+
+    def fill(book: Slots | None) -> Slots | None:
+        if book is None:
+            return None
+        kept = pos[:, -min(count, kv.ring_rows) :] if book.ring and count else pos
+        return book.replace(
+            pos=mark(book, zero, kept), next=jnp.full_like(book.next, kept.shape[1])
+        )
+
+    def put(leaf: jax.Array, rows: np.ndarray, ring: bool) -> jax.Array:
+        kept = rows[:, -min(count, kv.ring_rows) :] if ring and count else rows
+        return write_rows(leaf, jnp.asarray(kept)[None].swapaxes(1, 2), zero)
+
+    return kv.replace(
+        k=[put(a, b, r) for a, b, r in zip(kv.k, tail.k, kv.ring_layers, strict=True)],
+        v=[put(a, b, r) for a, b, r in zip(kv.v, tail.v, kv.ring_layers, strict=True)],
+        len=jnp.full_like(kv.len, tail.len),
+        full=fill(kv.full),
+        ring=fill(kv.ring),
+    )

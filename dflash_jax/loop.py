@@ -11,8 +11,11 @@ import numpy as np
 from dflash_jax import kv as cache
 from dflash_jax.draft import DFlashDraft, ctx_features, ingest_ctx
 from dflash_jax.kv import DraftKV
-from dflash_jax.round import DecodeState, RoundPlan, first_fault, spec_round
+from dflash_jax.propose import first_fault
+from dflash_jax.round import DecodeState, RoundPlan, spec_round
+from dflash_jax.sampling import Sampler, shaped_logits
 from dflash_jax.targets import Target
+from dflash_jax.verify import decide_sampled
 
 CHUNKS = (16, 64, 256)
 """Widths of a prompt chunk; a prompt runs in the widest that fits, its tail padded."""
@@ -97,7 +100,7 @@ def prefill_chunk(
     return Caches(state, kv, jnp.where((count > 0)[:, None], newest, last))
 
 
-@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state", "kv"))
+@partial(jax.jit, static_argnames=("plan",), donate_argnames=("state", "kv", "history"))
 def start(
     target: Target,
     state: Any,
@@ -106,30 +109,53 @@ def start(
     budget: jax.Array,
     verify_cap: jax.Array,
     stop_ids: jax.Array,
+    sampler: Sampler | None,
+    history: jax.Array | None,
     plan: RoundPlan,
 ) -> DecodeState:
-    """Emit the first token (the prompt's own next token) and open the books of a generation."""
-    logits = target.logits(last)
-    anchor = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    batch = anchor.shape[0]
+    """Emit the first token (the prompt's own next token) and open the books of a generation.
+
+    history `[B, capacity + 1 + w]`: the prompts, where penalties need them.
+    """
+    raw = target.logits(last)[:, None]
+    logits = raw if sampler is None else shaped_logits(sampler, raw, history, state.len)
+    if plan.sampled:
+        # The prompt's last row stands where an anchor would: its next token is a bonus draw.
+        decision = decide_sampled(
+            None, jnp.zeros_like(budget)[:, None], logits, None, sampler, state.len - 1
+        )
+        anchor = decision.tokens[:, 0]
+    else:
+        anchor = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+    batch, width = anchor.shape[0], plan.capacity + 1 + plan.verify_width
     zeros = jnp.zeros((batch,), jnp.int32)
-    tokens = jnp.zeros((batch, plan.capacity + 1 + plan.verify_width), jnp.int32)
-    fault = first_fault(logits[:, None])
+    if history is not None:
+        history = cache.write_at(history, anchor[:, None], state.len, axis=1)
+    logprobs = None
+    if plan.logprobs:
+        first = jnp.take_along_axis(jax.nn.log_softmax(raw[:, 0], axis=-1), anchor[:, None], axis=1)
+        logprobs = jnp.zeros((batch, width), jnp.float32).at[:, :1].set(first)
+    fault = first_fault(raw)
     finished = (anchor[:, None] == stop_ids).any(-1) | (budget <= 1) | (state.len >= plan.capacity)
     return DecodeState(
         target=state,
         draft=kv,
         anchor=anchor,
-        tokens=tokens.at[:, 0].set(anchor),
+        tokens=jnp.zeros((batch, width), jnp.int32).at[:, 0].set(anchor),
         emitted=zeros + 1,
         budget=budget,
         done=finished | (fault >= 0),
         verify_cap=verify_cap,
+        accepted=zeros - 1,
         rounds=zeros,
         drafted=zeros,
         gains=jnp.zeros((batch, plan.capacity + 1), jnp.int32),
+        windows=jnp.zeros((batch, plan.capacity + 1), jnp.int32),
         draft_fault=zeros - 1,
         target_fault=fault,
+        sampler=sampler,
+        history=history,
+        logprobs=logprobs,
     )
 
 

@@ -1,4 +1,4 @@
-"""One round, pure: block, draft, propose, verify, accept, commit.
+"""One round, pure: block, draft, propose, window, verify, accept, commit.
 
 At every round boundary the target and the drafter hold the same rows: prompt + emitted - 1, for
 the last emitted token (the anchor) is decided but has no row yet.
@@ -14,9 +14,13 @@ from flax import struct
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ctx
 from dflash_jax.kv import DraftKV, write_at
-from dflash_jax.layers import linear
+from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
+from dflash_jax.sampling import Sampler, shaped_logits
 from dflash_jax.targets import Target
-from dflash_jax.window import dspark_accept_prefix
+from dflash_jax.verify import decide_greedy, decide_sampled, verify
+from dflash_jax.window import DSparkVtPolicy, choose_vt
+
+FIXED = DSparkVtPolicy("fixed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,14 +28,23 @@ class RoundPlan:
     """What is fixed at compile time.
 
     block_size: rows drafted; 1 means no drafter (plain decoding).
-    verify_width: rows the target verifies, anchor included.
+    verify_width: most rows the target verifies, anchor included.
     capacity: rows a sequence may commit.
+    widths: verify widths to compile, ascending, the last one `verify_width`; the narrowest that
+      holds every sequence's window runs.
+    sampled: whether any sequence samples; row_draws: see `propose.propose`.
+    logprobs: whether to keep the target's log-probability of every emitted token.
     """
 
     block_size: int
     verify_width: int
     capacity: int
     harvest: DSparkHarvest = DSparkHarvest.DFLASH
+    policy: DSparkVtPolicy = FIXED
+    widths: tuple[int, ...] = ()
+    sampled: bool = False
+    row_draws: RowDraws = "argmax"
+    logprobs: bool = False
 
 
 @struct.dataclass
@@ -40,12 +53,16 @@ class DecodeState:
 
     target: the target's state; draft: the drafter's KV (None when decoding plainly).
     anchor `[B]`: last emitted token, not yet in any cache.
-    tokens `[B, capacity + w]`: emitted tokens, valid below `emitted [B]`.
+    tokens `[B, capacity + 1 + w]`: emitted tokens, valid below `emitted [B]`.
     budget `[B]`: most tokens to emit; done `[B]`: frozen rows.
     verify_cap `[B]`: verify rows that may be accepted, anchor included (1: accept nothing).
+    accepted `[B]`: drafts the last round accepted, -1 before the first.
     rounds, drafted `[B]`: rounds taken, drafts verified.
-    gains `[B, capacity + 1]`: tokens gained in each round, valid below `rounds`.
+    gains, windows `[B, capacity + 1]`: tokens gained and rows verified in each round.
     draft_fault, target_fault `[B]`: first row of non-finite logits, -1 while there is none.
+    sampler: None where every sequence is plainly greedy.
+    history `[B, capacity + 1 + w]`: prompt and output, None unless penalties need it.
+    logprobs `[B, capacity + 1 + w]`: of `tokens`, None unless asked for.
     """
 
     target: Any
@@ -56,61 +73,56 @@ class DecodeState:
     budget: jax.Array
     done: jax.Array
     verify_cap: jax.Array
+    accepted: jax.Array
     rounds: jax.Array
     drafted: jax.Array
     gains: jax.Array
+    windows: jax.Array
     draft_fault: jax.Array
     target_fault: jax.Array
-
-
-def draft_logits(target: Target, draft: DFlashDraft, hidden: jax.Array) -> jax.Array:
-    """Draft rows `[..., H]` -> f32 logits `[..., V]`, by the target's head or the drafter's own.
-
-    The output multiplier comes first, the soft cap second; both touch draft logits only.
-    """
-    if draft.head is None:
-        logits = target.logits(hidden)
-    else:
-        logits = linear(hidden, draft.head.lm_head, dtype=jnp.float32)
-    if draft.config.output_multiplier != 1.0:
-        logits = logits * draft.config.output_multiplier
-    cap = draft.config.final_logit_softcapping
-    return logits if cap is None else cap * jnp.tanh(logits / cap)
-
-
-def propose_rows(draft: DFlashDraft, logits: jax.Array) -> jax.Array:
-    """DFlash rows: the argmax of each row `[..., V]`, ties to the lower id, as a target id."""
-    ids = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    return ids if draft.head is None else ids + draft.head.d2t[ids]
-
-
-def first_fault(logits: jax.Array) -> jax.Array:
-    """`[B, rows, V]` -> `[B]`: the first row whose best logit is not finite, -1 if all are.
-
-    argmax picks a NaN where there is one, so the best logit alone tells.
-    """
-    bad = ~jnp.isfinite(jnp.max(logits, axis=-1))
-    return jnp.where(bad.any(axis=-1), jnp.argmax(bad, axis=-1), -1).astype(jnp.int32)
+    sampler: Sampler | None = None
+    history: jax.Array | None = None
+    logprobs: jax.Array | None = None
 
 
 def propose_block(
     target: Target, draft: DFlashDraft, state: DecodeState, plan: RoundPlan
-) -> tuple[jax.Array, jax.Array, DraftKV]:
-    """Draft one block: (drafts `[B, verify_width - 1]`, first faulty slot `[B]`, draft KV)."""
+) -> tuple[Proposal, DraftKV]:
+    """Draft one block and propose its first `verify_width - 1` drafts."""
     config = draft.config
     masks = jnp.full((state.anchor.shape[0], plan.block_size - 1), config.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
     noise = target.embed(block) * config.input_embedding_scale
-    pos = state.draft.len[:, None] + jnp.arange(plan.block_size)
+    start = state.target.len
+    pos = start[:, None] + jnp.arange(plan.block_size)
     hidden, kv = forward_round(draft, state.draft, noise, pos)
-    first = plan.harvest.first_row
-    with jax.named_scope("draft_head"):
-        logits = draft_logits(target, draft, hidden[:, first : first + plan.verify_width - 1])
-        return propose_rows(draft, logits), first_fault(logits), kv
+    first, count = plan.harvest.first_row, plan.verify_width - 1
+    rows = hidden[:, first : first + count]
+    with jax.named_scope("propose"):
+        logits = draft_logits(target, draft, rows)
+        filters = uniforms = None
+        if plan.sampled:
+            filters = state.sampler.filters
+            uniforms = state.sampler.uniforms("draft", start[:, None] + 1 + jnp.arange(count))
+        proposal = propose(draft, logits, rows, state.anchor, filters, uniforms, plan.row_draws)
+    return proposal, kv
+
+
+def window(state: DecodeState, proposal: Proposal | None, plan: RoundPlan) -> jax.Array:
+    """Rows each sequence verifies `[B]`: its policy's choice, within its cap and its room."""
+    limit = jnp.minimum(state.verify_cap, plan.capacity - state.target.len)
+    if proposal is None:
+        return jnp.minimum(1, limit)
+
+    def choose(raws: jax.Array | None, accepted: jax.Array) -> jax.Array:
+        return choose_vt(plan.policy, raws, accepted, plan.verify_width)
+
+    axes = (None if proposal.raws is None else 0, 0)
+    return jnp.minimum(jax.vmap(choose, in_axes=axes)(proposal.raws, state.accepted), limit)
 
 
 def clip_gain(
-    state: DecodeState, vam: jax.Array, accepted: jax.Array, stop_ids: jax.Array, room: jax.Array
+    state: DecodeState, tokens: jax.Array, accepted: jax.Array, stop_ids: jax.Array, room: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Tokens gained `[B]` after every limit, and whether the row is finished `[B]`.
 
@@ -119,8 +131,8 @@ def clip_gain(
     """
     left = state.budget - state.emitted
     gain = jnp.minimum(accepted + 1, jnp.minimum(left, room))
-    rows = jnp.arange(vam.shape[1])
-    stops = (vam[..., None] == stop_ids).any(-1) & (rows < gain[:, None])
+    rows = jnp.arange(tokens.shape[1])
+    stops = (tokens[..., None] == stop_ids).any(-1) & (rows < gain[:, None])
     stopped = stops.any(axis=1)
     gain = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, gain)
     gain = jnp.where(state.done, 0, gain)
@@ -135,43 +147,83 @@ def spec_round(
     stop_ids: jax.Array,
     plan: RoundPlan,
 ) -> DecodeState:
-    """One round of greedy speculative decoding (or one plain step where `draft` is None)."""
-    cand, kv, fault = state.anchor[:, None], None, jnp.full_like(state.anchor, -1)
-    taps: tuple[int, ...] = ()
+    """One round of speculative decoding (or one plain step where `draft` is None)."""
+    cand, proposal, kv, taps = state.anchor[:, None], None, None, ()
     if draft is not None:
         with jax.named_scope("draft"):
-            drafts, fault, kv = propose_block(target, draft, state, plan)
-        cand = jnp.concatenate([cand, drafts], axis=1)
+            proposal, kv = propose_block(target, draft, state, plan)
+        cand = jnp.concatenate([cand, proposal.tokens], axis=1)
         taps = draft.config.target_layer_ids
-    room = plan.capacity - state.target.len
-    width = jnp.minimum(jnp.minimum(state.verify_cap, plan.verify_width), room)
+    start, live = state.target.len, ~state.done
+    width = window(state, proposal, plan)
     with jax.named_scope("verify"):
-        out, target_state = target.forward(state.target, cand, taps)
-        logits = target.logits(out.hidden)
-        vam = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        widest = jnp.max(jnp.where(live, width, 1))
+        out = verify(target, state.target, cand, taps, widest, plan.widths or (cand.shape[1],))
     with jax.named_scope("accept"):
-        accepted = dspark_accept_prefix(cand, vam, width)
-        gain, done = clip_gain(state, vam, accepted, stop_ids, room)
-        target_fault = first_fault(logits)
-        live = ~state.done
-        fault = jnp.where(live, fault, -1)
-        target_fault = jnp.where(live & (target_fault < gain), target_fault, -1)
+        decision, history = decide(state, proposal, cand, out.logits, width, plan)
+        gain, done = clip_gain(
+            state, decision.tokens, decision.accepted, stop_ids, plan.capacity - start
+        )
     with jax.named_scope("commit"):
-        pos = state.target.len[:, None] + jnp.arange(cand.shape[1])
-        target_state = target.commit(target_state, gain)
+        target_state = target.commit(out.state, gain)
         if draft is not None:
+            pos = start[:, None] + jnp.arange(cand.shape[1])
             kv = ingest_ctx(draft, kv, ctx_features(draft, out.taps), pos, gain)
-    last = jnp.take_along_axis(vam, jnp.maximum(gain - 1, 0)[:, None], axis=1)[:, 0]
+    state = _record(state, decision.tokens, out.logits, gain, width, live)
+    draft_fault, target_fault = _faults(proposal, out.logits, gain, live)
     return state.replace(
         target=target_state,
         draft=kv,
+        accepted=jnp.where(live, decision.accepted, state.accepted),
+        done=done | (draft_fault >= 0) | (target_fault >= 0),
+        draft_fault=jnp.maximum(state.draft_fault, draft_fault),
+        target_fault=jnp.maximum(state.target_fault, target_fault),
+        history=history,
+    )
+
+
+def decide(state, proposal, cand, logits, width, plan):
+    """The family-blind decision: (`verify.Decision`, the history with this round's tokens)."""
+    history = state.history
+    if state.sampler is not None:
+        length = state.target.len + 1
+        if history is not None and proposal is not None:
+            history = write_at(history, cand[:, 1:], length, axis=1)
+        logits = shaped_logits(state.sampler, logits, history, length)
+    if plan.sampled:
+        start = state.target.len
+        decision = decide_sampled(proposal, cand, logits, width, state.sampler, start)
+    else:
+        decision = decide_greedy(cand, logits, width)
+    if history is not None:
+        history = write_at(history, decision.tokens, state.target.len + 1, axis=1)
+    return decision, history
+
+
+def _record(state, tokens, logits, gain, width, live) -> DecodeState:
+    """The books of a round: emitted tokens, the anchor, gains, windows, log-probabilities."""
+    last = jnp.take_along_axis(tokens, jnp.maximum(gain - 1, 0)[:, None], axis=1)[:, 0]
+    logprobs = state.logprobs
+    if logprobs is not None:
+        of_tokens = jnp.take_along_axis(
+            jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1
+        )
+        logprobs = write_at(logprobs, of_tokens[..., 0], state.emitted, axis=1)
+    return state.replace(
         anchor=jnp.where(gain > 0, last, state.anchor),
-        tokens=write_at(state.tokens, vam, state.emitted, axis=1),
+        tokens=write_at(state.tokens, tokens, state.emitted, axis=1),
         emitted=state.emitted + gain,
-        done=done | (fault >= 0) | (target_fault >= 0),
-        rounds=state.rounds + live,
+        rounds=state.rounds + live.astype(jnp.int32),
         drafted=state.drafted + jnp.where(live, width - 1, 0),
         gains=write_at(state.gains, gain[:, None], state.rounds, axis=1),
-        draft_fault=jnp.maximum(state.draft_fault, fault),
-        target_fault=jnp.maximum(state.target_fault, target_fault),
+        windows=write_at(state.windows, width[:, None], state.rounds, axis=1),
+        logprobs=logprobs,
     )
+
+
+def _faults(proposal, logits, gain, live) -> tuple[jax.Array, jax.Array]:
+    """First faulty draft slot and first faulty verify row that counted, -1 for none."""
+    none = jnp.full_like(gain, -1)
+    in_target = first_fault(logits)
+    in_target = jnp.where(live & (in_target < gain), in_target, -1)
+    return (none if proposal is None else jnp.where(live, proposal.fault, -1)), in_target

@@ -3,19 +3,25 @@
 import dataclasses
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax import kv as cache
 from dflash_jax import loop
 from dflash_jax.config import DSparkHarvest, resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.kv import DraftTail
+from dflash_jax.propose import RowDraws
 from dflash_jax.round import DecodeState, RoundPlan
+from dflash_jax.sampling import Sampler, SamplingParams, make_sampler
 from dflash_jax.targets import Target
+from dflash_jax.window import DSparkVtPolicy, resolve_policy
 
 MIN_CAPACITY = 256
+GREEDY = SamplingParams()
 ALL_ROUNDS = np.iinfo(np.int32).max
 
 
@@ -25,7 +31,9 @@ class Generation:
 
     token_ids: emitted tokens, a stop token included. acceptance_lengths: tokens gained in each
     round, the target's own (bonus) token included, the first token (from the prompt) excluded.
-    drafted: drafts verified; accepted: drafts committed. finish_reason: "stop", "length" (budget),
+    verify_widths: rows verified in each round, anchor included.
+    drafted: drafts verified; accepted: drafts committed. logprobs: the target's, of each token
+    (None unless asked for). finish_reason: "stop", "length" (budget),
     "capacity" (context full) or "open" (more may come). prefill_seconds: the prompt and first
     token; seconds: all rounds; both are wall time, compilation included where it happened.
     """
@@ -36,7 +44,9 @@ class Generation:
     drafted: int
     accepted: int
     acceptance_lengths: list[int]
+    verify_widths: list[int]
     finish_reason: str
+    logprobs: list[float] | None
     prefill_seconds: float
     seconds: float
 
@@ -96,6 +106,12 @@ class SpecSession:
       capacity: rows a sequence may hold; default the smallest power of two that holds prompt and
         budget (so that nearby lengths share compiled programs), at most the model's context.
       harvest: see `resolve_harvest`.
+      policy: how wide each round verifies, see `window.resolve_policy`.
+      widths: verify widths to compile for the policy to choose from (default: only the widest).
+      sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
+      row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
+      logprobs: keep the target's log-probability of each emitted token.
+      check: after every burst assert the round invariants (rows held, anchor), for debugging.
       accept: False verifies as usual but accepts nothing: the same compiled program then decodes
         plainly, one token a round, which is what losslessness is checked against.
 
@@ -114,36 +130,75 @@ class SpecSession:
         verify_width: int | None = None,
         capacity: int | None = None,
         harvest: DSparkHarvest | str | None = None,
+        policy: DSparkVtPolicy | None = None,
+        widths: Sequence[int] | None = None,
+        sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
+        row_draws: RowDraws = "argmax",
+        logprobs: bool = False,
+        check: bool = False,
         accept: bool = True,
     ):
         self.target, self.draft = target, draft
-        self._capacity, self._accept = capacity, accept
+        self._capacity, self._accept, self._check = capacity, accept, check
         stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = _token_ids("stop_token_ids", stops, None)
-        self._harvest = DSparkHarvest.DFLASH
-        self._block, self._width = 1, 1
+        self._sampling = sampling
+        self._plan = RoundPlan(block_size=1, verify_width=1, capacity=1, logprobs=logprobs)
         if draft is not None:
             target.check_drafter(draft.config)
-            self._harvest = resolve_harvest(draft.config, harvest)
-            self._block = _between("block_size", block_size, 2, draft.config.block_size)
-            most = self._harvest.drafts(self._block) + 1
-            self._width = _between("verify_width", verify_width, 2, most)
+            harvest = resolve_harvest(draft.config, harvest)
+            block = _between("block_size", block_size, 2, draft.config.block_size)
+            width = _between("verify_width", verify_width, 2, harvest.drafts(block) + 1)
+            if row_draws not in get_args(RowDraws):
+                raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")
+            self._plan = dataclasses.replace(
+                self._plan,
+                block_size=block,
+                verify_width=width,
+                harvest=harvest,
+                policy=resolve_policy(
+                    policy,
+                    is_dspark=draft.config.family == "dspark",
+                    has_confidence=draft.confidence is not None,
+                ),
+                widths=_widths(widths, width),
+                row_draws=row_draws,
+            )
         self.state: DecodeState | None = None
 
     def open(
-        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 128
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int | Sequence[int] = 128,
+        *,
+        draft_from: int = 0,
+        tail: DraftTail | None = None,
     ) -> None:
-        """Prefill the prompts and emit each one's first token."""
+        """Prefill the prompts and emit each one's first token.
+
+        draft_from: the drafter starts cold at this position and never sees the rows before it.
+        tail: one sequence's exported draft rows, where its prompt's first `tail.len` tokens are
+        what they were made of; the drafter reads those instead of making them again.
+        """
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one, found none")
         rows = [_token_ids(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)]
         if any(len(row) == 0 for row in rows):
             raise ValueError("prompt: expected at least one token, found an empty one")
         budget = self._budgets(max_new_tokens, len(rows))
-        self.plan = RoundPlan(self._block, self._width, self._room_for(rows, budget), self._harvest)
+        params = self._params(len(rows))
+        self.plan = dataclasses.replace(
+            self._plan,
+            capacity=self._room_for(rows, budget),
+            sampled=any(not p.greedy for p in params),
+        )
         caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
         self._context = [[] for _ in rows]
-        self._prefill(caches, rows, budget)
+        began = time.perf_counter()
+        caches, done = self._draft_start(caches, rows, draft_from, tail)
+        for context, row in zip(self._context, rows, strict=True):
+            context.extend(row[:done])
+        self._prefill(caches, [row[done:] for row in rows], budget, began)
 
     def burst(self, rounds: int | None = None) -> None:
         """Decode `rounds` more rounds (default: until every sequence is done)."""
@@ -154,6 +209,8 @@ class SpecSession:
         jax.block_until_ready(self.state)
         self._seconds += time.perf_counter() - began
         self._check_faults()
+        if self._check:
+            self._check_invariants()
 
     def stream(self, rounds: int = 1) -> Iterator[list[list[int]]]:
         """Yield each sequence's new tokens: first the prompt's own, then every `rounds` rounds."""
@@ -184,17 +241,25 @@ class SpecSession:
         emitted = [result.token_ids for result in self.results()]
         # The last emitted token is decided but has no row: it leads what is fed now.
         rows = [[tokens[-1], *row] for tokens, row in zip(emitted, rows, strict=True)]
-        for context, tokens in zip(self._context, emitted, strict=True):
-            context.extend(tokens[:-1])
-        longest = max(len(c) + len(r) for c, r in zip(self._context, rows, strict=True))
+        held = [[*c, *e[:-1]] for c, e in zip(self._context, emitted, strict=True)]
+        longest = max(len(c) + len(r) for c, r in zip(held, rows, strict=True))
         if longest > self.plan.capacity:
             raise ValueError(
                 f"suffix: expected at most {self.plan.capacity} rows in all (capacity), "
                 f"found {longest}"
             )
         budget = self._budgets(max_new_tokens, len(rows))
+        self._context = held
         last = jnp.zeros_like(self.target.embed(self.state.anchor[:, None])[:, 0])
-        self._prefill(loop.Caches(self.state.target, self.state.draft, last), rows, budget)
+        caches = loop.Caches(self.state.target, self.state.draft, last)
+        self._prefill(caches, rows, budget, time.perf_counter())
+
+    def export_tail(self, sequence: int = 0, upto: int | None = None) -> DraftTail:
+        """A sequence's latest draft rows, for `open(tail=...)` elsewhere (see `kv.export_tail`)."""
+        self._require_open()
+        if self.draft is None:
+            raise ValueError("tail: expected a drafter, found a plain session")
+        return cache.export_tail(self.draft.config, self.state.draft, upto, sequence)
 
     @property
     def done(self) -> bool:
@@ -221,13 +286,46 @@ class SpecSession:
             drafted=int(host.drafted[b]),
             accepted=sum(gains) - len(gains),
             acceptance_lengths=gains,
+            verify_widths=host.windows[b, : host.rounds[b]].tolist(),
+            logprobs=None if host.logprobs is None else host.logprobs[b, : len(tokens)].tolist(),
             finish_reason=reason,
             prefill_seconds=self._prefill_seconds,
             seconds=self._seconds,
         )
 
-    def _prefill(self, caches: loop.Caches, rows: list[list[int]], budget: list[int]) -> None:
-        began = time.perf_counter()
+    def _draft_start(
+        self,
+        caches: loop.Caches,
+        rows: list[list[int]],
+        draft_from: int,
+        tail: DraftTail | None,
+    ) -> tuple[loop.Caches, int]:
+        """Caches after the tokens that the drafter does not ingest itself, and their number."""
+        done = tail.len if tail is not None else draft_from
+        if done == 0 and tail is None:
+            return caches, 0
+        if self.draft is None:
+            raise ValueError("draft_from, tail: expected a drafter, found a plain session")
+        if tail is not None and (draft_from or len(rows) != 1):
+            raise ValueError(
+                f"tail: expected one sequence and no draft_from, found {len(rows)} and {draft_from}"
+            )
+        shortest = min(len(row) for row in rows)
+        if not 0 < done < shortest:
+            name = "draft_from" if tail is None else "tail"
+            raise ValueError(f"{name}: expected 1..{shortest - 1} prompt tokens, found {done}")
+        config, kv = self.draft.config, caches.draft
+        kv = cache.cold(kv, done) if tail is None else cache.import_tail(config, kv, tail)
+        head = [row[:done] for row in rows]
+        lengths = [0] * len(rows)
+        fed = loop.prefill(
+            self.target, None, caches._replace(draft=None), head, lengths, self.plan.capacity
+        )
+        return fed._replace(draft=kv), done
+
+    def _prefill(
+        self, caches: loop.Caches, rows: list[list[int]], budget: list[int], began: float
+    ) -> None:
         lengths = [len(context) for context in self._context]
         capacity = self.plan.capacity
         caches = loop.prefill(self.target, self.draft, caches, rows, lengths, capacity)
@@ -235,17 +333,43 @@ class SpecSession:
             context.extend(row)
         cap = self.plan.verify_width if self._accept else 1
         self._stops = _padded(self.stop_token_ids)
+        sampler, history = self._sampler(caches)
         self.state = loop.start(
             self.target,
             *caches,
             jnp.asarray(budget, jnp.int32),
             jnp.full((len(rows),), cap, jnp.int32),
             self._stops,
+            sampler,
+            history,
             self.plan,
         )
         jax.block_until_ready(self.state)
         self._prefill_seconds, self._seconds = time.perf_counter() - began, 0.0
         self._check_faults()
+
+    def _params(self, batch: int) -> list[SamplingParams]:
+        if isinstance(self._sampling, SamplingParams):
+            return [self._sampling] * batch
+        if len(self._sampling) != batch:
+            raise ValueError(
+                f"sampling: expected {batch} (one a prompt), found {len(self._sampling)}"
+            )
+        return list(self._sampling)
+
+    def _sampler(self, caches: loop.Caches) -> tuple[Sampler | None, jax.Array | None]:
+        """The device form of the requests' sampling, and their history where penalties need it."""
+        params = self._params(len(self._context))
+        if not self.plan.sampled and not any(p.penalised or p.logit_bias for p in params):
+            return None, None
+        rows = jax.eval_shape(self.target.logits, caches.last).shape[-1]
+        sampler = make_sampler(params, self.target.vocab_size, rows)
+        if sampler.penalties is None:
+            return sampler, None
+        history = np.zeros((len(params), self.plan.capacity + 1 + self.plan.verify_width), np.int32)
+        for b, context in enumerate(self._context):
+            history[b, : len(context)] = context
+        return sampler, jnp.asarray(history)
 
     def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
         many = isinstance(max_new_tokens, Sequence)
@@ -283,9 +407,28 @@ class SpecSession:
                 row = f"draft slot {fault[b] + 1}" if side == "draft" else f"verify row {fault[b]}"
                 raise ValueError(f"non-finite {side} logits: sequence {b}, {row}")
 
+    def _check_invariants(self) -> None:
+        """Between rounds both caches hold prompt + emitted - 1 rows, and the anchor is last."""
+        state = self.state
+        emitted = np.asarray(state.emitted)
+        rows = emitted - 1 + np.array([len(context) for context in self._context])
+        held = {"target": state.target.len} | ({"draft": state.draft.len} if self.draft else {})
+        for name, length in held.items():
+            if not np.array_equal(length, rows):
+                raise AssertionError(f"{name} rows: expected {rows}, found {np.asarray(length)}")
+        last = np.asarray(state.tokens)[np.arange(len(emitted)), emitted - 1]
+        if not np.array_equal(state.anchor, last):
+            raise AssertionError(f"anchor: expected {last}, found {np.asarray(state.anchor)}")
+
     def _require_open(self) -> None:
         if self.state is None:
             raise ValueError("session: expected open() first, found nothing open")
+
+
+def _widths(widths: Sequence[int] | None, widest: int) -> tuple[int, ...]:
+    """Compiled verify widths, ascending, ending in the widest."""
+    chosen = [_between("widths", w, 2, widest) for w in widths or ()]
+    return tuple(sorted({*chosen, widest}))
 
 
 def _padded(stop_token_ids: Sequence[int]) -> jax.Array:

@@ -164,6 +164,9 @@ def codec_from_gguf(metadata: Mapping[str, Any]) -> TextCodec:
     if pre not in PRE_TOKENIZERS:
         known = ", ".join(map(repr, PRE_TOKENIZERS))
         raise NotImplementedError(f"tokenizer.ggml.pre: expected one of {known}, found {pre!r}")
+    for name in ("tokens", "merges"):
+        if metadata.get(f"tokenizer.ggml.{name}") is None:
+            raise ValueError(f"tokenizer.ggml.{name}: expected a list of strings, found nothing")
     tokens = metadata["tokenizer.ggml.tokens"]
     special = {}
     for name in ("bos", "eos", "unknown", "padding"):
@@ -186,14 +189,16 @@ def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = tokenizers.Tokenizer(
-        tokenizers.models.BPE(
+    try:
+        model = tokenizers.models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
             merges=merges,
             # Llama 3 takes a whole piece that is in the vocabulary before it looks at merges.
             ignore_merges=pre == "llama-bpe",
         )
-    )
+    except Exception as error:  # the package raises a bare Exception
+        raise ValueError(f"tokenizer.ggml.merges: {error}") from None
+    tokenizer = tokenizers.Tokenizer(model)
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     style, pattern = PRE_TOKENIZERS[pre]
     first = []
@@ -253,9 +258,9 @@ def _compile(template: str) -> Any:
     return environment.from_string(template)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     """Jinja's own filter escapes HTML, which would put `\\u003c` into prompts."""
-    return json.dumps(value, indent=indent, **({"ensure_ascii": False} | options))
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: str) -> None:

@@ -1,7 +1,76 @@
-"""How much of a proposal the target verifies and accepts."""
+"""How much of a proposal the target verifies and accepts.
+
+A policy never changes the output's law: it looks at hidden rows and proposed tokens of the round
+and at earlier rounds' results, never at this round's verify.
+"""
+
+import dataclasses
+from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
+
+PolicyKind = Literal["fixed", "ladder", "confidence", "confidence-slot"]
+
+
+@dataclasses.dataclass(frozen=True)
+class DSparkVtPolicy:
+    """How wide a round verifies.
+
+    fixed: always the cap. ladder: two rows more than the last round accepted, at first the cap.
+    confidence: while the product of the drafts' confidences is at least tau. confidence-slot:
+    while each draft's own confidence is at least tau. 0 < tau < 1.
+    """
+
+    kind: PolicyKind = "fixed"
+    tau: float = 0.5
+
+    def __post_init__(self):
+        if self.kind not in get_args(PolicyKind):
+            expected = ", ".join(get_args(PolicyKind))
+            raise ValueError(f"window policy: expected one of {expected}, found {self.kind!r}")
+        if not 0 < self.tau < 1:
+            raise ValueError(f"tau: expected a number between 0 and 1, found {self.tau!r}")
+
+    @property
+    def needs_confidence(self) -> bool:
+        """Whether it reads a confidence head."""
+        return self.kind in ("confidence", "confidence-slot")
+
+
+def resolve_policy(
+    policy: DSparkVtPolicy | None, *, is_dspark: bool, has_confidence: bool
+) -> DSparkVtPolicy:
+    """The policy to use; by default DSpark takes confidence-slot 0.5 with a confidence head and the
+    ladder without one, and the other families the fixed cap. ValueError for a confidence policy
+    without a head.
+    """
+    if policy is None:
+        if not is_dspark:
+            return DSparkVtPolicy("fixed")
+        return DSparkVtPolicy("confidence-slot" if has_confidence else "ladder")
+    if policy.needs_confidence and not has_confidence:
+        raise ValueError(
+            f"window policy {policy.kind!r}: expected a drafter with a confidence head, found none"
+        )
+    return policy
+
+
+def choose_vt(
+    policy: DSparkVtPolicy, raws: jax.Array | None, accepted: jax.Array, cap: int
+) -> jax.Array:
+    """The round's verify width `[]`, anchor included.
+
+    Args: raws `[nd]` this round's confidences (None without a head); accepted: drafts the last
+      round accepted, -1 before the first; cap: most rows.
+    """
+    if policy.kind == "ladder":
+        return jnp.where(accepted < 0, cap, ladder_vt(accepted, cap)).astype(jnp.int32)
+    if policy.kind == "confidence":
+        return dspark_confidence_vt(raws, policy.tau, cap)
+    if policy.kind == "confidence-slot":
+        return dspark_slot_confidence_vt(raws, policy.tau, cap)
+    return jnp.int32(cap)
 
 
 def dspark_accept_prefix(cand: jax.Array, vam: jax.Array, vt: jax.Array | int) -> jax.Array:
@@ -23,3 +92,33 @@ def dspark_accept_prefix(cand: jax.Array, vam: jax.Array, vt: jax.Array | int) -
     slot = jnp.arange(1, cand.shape[-1])
     agree = agree & (slot < jnp.asarray(vt)[..., None])
     return jnp.cumprod(agree.astype(jnp.int32), axis=-1).sum(axis=-1)
+
+
+def dspark_confidence_vt(raws: jax.Array, tau: jax.Array | float, cap: int) -> jax.Array:
+    """Verify width by survival: keep leading slots while prod sigmoid(raws[..j]) >= tau.
+
+    Args: raws `[nd]` pre-sigmoid scores, one a draft; cap: most rows, anchor included.
+
+    Returns 1 + kept drafts, within 2..max(cap, 2): the block is drafted already, and one more row
+    costs less than a round that can gain nothing. f32; equality keeps the slot.
+    """
+    return _window(jnp.cumprod(_sigmoid(raws)) >= tau, cap)
+
+
+def dspark_slot_confidence_vt(raws: jax.Array, tau: jax.Array | float, cap: int) -> jax.Array:
+    """As `dspark_confidence_vt`, by each slot's own sigmoid: cut at the first one below tau."""
+    return _window(_sigmoid(raws) >= tau, cap)
+
+
+def ladder_vt(accepted: jax.Array, cap: int) -> jax.Array:
+    """The next round's width after `accepted` drafts: two more rows than that, 3..cap."""
+    return jnp.clip(accepted + 2, min(3, cap), cap)
+
+
+def _sigmoid(raws: jax.Array) -> jax.Array:
+    return jax.nn.sigmoid(jnp.asarray(raws, jnp.float32))
+
+
+def _window(keeps: jax.Array, cap: int) -> jax.Array:
+    kept = jnp.cumprod(keeps.astype(jnp.int32)).sum()
+    return jnp.clip(1 + kept, 2, max(cap, 2)).astype(jnp.int32)

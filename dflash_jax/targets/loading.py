@@ -81,25 +81,31 @@ def is_hub_id(name: str) -> bool:
 
 
 def resolve_hub_id(name: str) -> Path:
-    """The local directory of a hub id: its cached snapshot, downloaded first where incomplete.
+    """The local directory of a hub id: its cached snapshot, downloaded where that is incomplete.
 
-    FileNotFoundError where it is neither cached nor to be had.
+    FileNotFoundError where the weights are neither cached nor to be had.
     """
     hub = require("huggingface_hub", "hub")
-    try:
-        cached = Path(hub.snapshot_download(name, local_files_only=True))
-        if (cached / "config.json").is_file():
-            TensorFiles(cached)
-            return cached
-    except (OSError, ValueError):  # not cached, or only parts of it
-        pass
+    config = hub.try_to_load_from_cache(name, "config.json")
+    cached = Path(config).parent if isinstance(config, str) and _has_weights(config) else None
+    if cached and (cached / "tokenizer.json").is_file():
+        return cached
     try:
         return Path(hub.snapshot_download(name, allow_patterns=list(HUB_FILES)))
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+    except Exception as error:  # the hub client's and its HTTP library's share no base
+        if cached:
+            return cached
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise FileNotFoundError(
             f"target {name!r}: not in the local hub cache, and not downloaded ({reason})"
         ) from None
+
+
+def _has_weights(config: str) -> bool:
+    try:
+        return bool(TensorFiles(Path(config).parent).names())
+    except (OSError, ValueError):
+        return False
 
 
 def _from_directory(directory: Path, name: str, dtype: Any) -> LoadedTarget:

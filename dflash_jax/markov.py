@@ -1,0 +1,158 @@
+"""DSpark's heads: a Markov bias along the block, and the confidence that sizes the verify window.
+
+Slot j's logits get a bias made of the token before it, so the block is a chain, left to right.
+Everything here is for one sequence; batches are vmapped.
+Source: SpecForge `modeling/draft/dspark.py`.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.layers import linear
+from dflash_jax.sampling import Filters, draw, filtered_probs
+
+
+@struct.dataclass
+class MarkovHead:
+    """w1, w2 `[V, r]`; gated and rnn heads add `mix` (weight, bias).
+
+    vanilla: bias = W2 W1[prev]. gated: mix `[r, H + r]` gates the embedding by the hidden row.
+    rnn: mix `[3 r, 2 r + H]` makes gate, candidate and output of a state that starts at zero in
+    every block.
+    """
+
+    w1: jax.Array
+    w2: jax.Array
+    mix: jax.Array | None
+    mix_bias: jax.Array | None
+    kind: Literal["vanilla", "gated", "rnn"] = struct.field(pytree_node=False, default="vanilla")
+
+
+@struct.dataclass
+class ConfidenceHead:
+    """weight `[1, in]`, bias `[1]`: a raw (pre-sigmoid) acceptance score a row.
+
+    in = H, or H + r where `with_markov`: the row's predecessor embedding is appended.
+    """
+
+    weight: jax.Array
+    bias: jax.Array
+    with_markov: bool = struct.field(pytree_node=False)
+
+
+class Chain(NamedTuple):
+    """A drawn block: tokens `[nd]`, the token before each `[nd]`, and the law q `[nd, V]` of each
+    (None along a greedy chain, whose law is one-hot).
+    """
+
+    tokens: jax.Array
+    previous: jax.Array
+    q_rows: jax.Array | None
+
+
+def markov_state(markov: MarkovHead) -> jax.Array:
+    """The recurrent state `[r]` a block starts from."""
+    return jnp.zeros((markov.w1.shape[1],), jnp.float32)
+
+
+def markov_bias(
+    markov: MarkovHead, prev: jax.Array, hidden: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Bias `[V]` (f32) on the logits of the slot after token `prev`, and the next state `[r]`.
+
+    hidden: the slot's own row `[H]`. Only the rnn head uses and changes the state.
+    """
+    features, state = markov_features(markov, prev, hidden, state)
+    return linear(features, markov.w2, dtype=jnp.float32), state
+
+
+def markov_features(
+    markov: MarkovHead, prev: jax.Array, hidden: jax.Array, state: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """What `markov.w2` turns into the bias: features `[r]`, and the next state."""
+    e = markov.w1[prev]
+    if markov.kind == "vanilla":
+        return e, state
+    if markov.kind == "gated":
+        mixed = _mix(markov, jnp.concatenate([hidden.astype(e.dtype), e]))
+        return jax.nn.sigmoid(mixed).astype(e.dtype) * e, state
+    rows = [state.astype(e.dtype), e, hidden.astype(e.dtype)]
+    gate, candidate, output = jnp.split(_mix(markov, jnp.concatenate(rows)), 3)
+    gate = jax.nn.sigmoid(gate)
+    state = gate * state + (1 - gate) * jnp.tanh(candidate)
+    return jnp.tanh(output).astype(e.dtype), state
+
+
+def _mix(markov: MarkovHead, x: jax.Array) -> jax.Array:
+    assert markov.mix is not None and markov.mix_bias is not None
+    return linear(x, markov.mix, dtype=jnp.float32) + markov.mix_bias.astype(jnp.float32)
+
+
+def dspark_chain_greedy(
+    markov: MarkovHead, base_logits: jax.Array, hidden: jax.Array, anchor: jax.Array
+) -> Chain:
+    """The greedy chain over `base_logits [nd, V]`, `hidden [nd, H]`; ties to the lower id."""
+
+    def step(carry, slot):
+        prev, state = carry
+        logits, row = slot
+        bias, state = markov_bias(markov, prev, row, state)
+        token = jnp.argmax(logits + bias).astype(jnp.int32)
+        return (token, state), (token, prev)
+
+    start = (jnp.asarray(anchor, jnp.int32), markov_state(markov))
+    tokens, previous = jax.lax.scan(step, start, (base_logits, hidden))[1]
+    return Chain(tokens, previous, None)
+
+
+def dspark_chain_sampled(
+    markov: MarkovHead,
+    base_logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    filters: Filters,
+    uniforms: jax.Array,
+) -> Chain:
+    """A chain drawn slot by slot from each corrected row's own filtered softmax.
+
+    uniforms `[nd]` in [0, 1). Greedy where the filters' temperature is at the greedy threshold.
+    """
+
+    def step(carry, slot):
+        prev, state = carry
+        logits, row, u = slot
+        bias, state = markov_bias(markov, prev, row, state)
+        q = filtered_probs(logits + bias, filters)
+        token = draw(q, u)
+        return (token, state), Chain(token, prev, q)
+
+    start = (jnp.asarray(anchor, jnp.int32), markov_state(markov))
+    return jax.lax.scan(step, start, (base_logits, hidden, uniforms))[1]
+
+
+def teacher_logits(
+    markov: MarkovHead, base_logits: jax.Array, hidden: jax.Array, previous: jax.Array
+) -> jax.Array:
+    """Corrected logits `[nd, V]` where the token before each slot is given: `previous [nd]`."""
+
+    def step(state, slot):
+        features, state = markov_features(markov, *slot, state)
+        return state, features
+
+    features = jax.lax.scan(step, markov_state(markov), (previous, hidden))[1]
+    return base_logits + linear(features, markov.w2, dtype=jnp.float32)
+
+
+def confidence_raws(
+    confidence: ConfidenceHead, markov: MarkovHead | None, hidden: jax.Array, previous: jax.Array
+) -> jax.Array:
+    """Raw (pre-sigmoid) f32 scores `[nd]` of rows `[nd, H]` after tokens `previous [nd]`."""
+    rows = hidden.astype(jnp.float32)
+    if confidence.with_markov:
+        assert markov is not None
+        rows = jnp.concatenate([rows, markov.w1[previous].astype(jnp.float32)], axis=-1)
+    weight = confidence.weight.astype(jnp.float32)
+    return jnp.sum(rows * weight[0], axis=-1) + confidence.bias[0].astype(jnp.float32)

@@ -1,0 +1,195 @@
+"""Proposals: a drafter's hidden rows -> draft tokens and the law they were drawn from.
+
+One dispatcher for the three families. Batches are explicit here; the heads themselves are written
+for one sequence and vmapped.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax import markov, selector
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.layers import linear
+from dflash_jax.sampling import Filters, draw, filtered_probs
+from dflash_jax.targets import Target
+
+RowDraws = Literal["argmax", "sample"]
+
+
+@struct.dataclass
+class Proposal:
+    """What one round drafts, `nd` slots for each of `B` sequences.
+
+    tokens `[B, nd]`: target ids. q_chosen `[B, nd]`: each draft's probability under the law it was
+    drawn from. The law itself: q_dense `[B, nd, V]`, or q_rows `[B, nd, k]` on candidates
+    cand `[B, nd, k]`, or neither, which means one-hot. raws `[B, nd]`: DSpark's confidences before
+    the sigmoid, None without a head. fault `[B]`: first slot of non-finite draft logits, else -1.
+    """
+
+    tokens: jax.Array
+    q_chosen: jax.Array
+    fault: jax.Array
+    q_dense: jax.Array | None = None
+    cand: jax.Array | None = None
+    q_rows: jax.Array | None = None
+    raws: jax.Array | None = None
+
+
+def draft_logits(target: Target, draft: DFlashDraft, hidden: jax.Array) -> jax.Array:
+    """Draft rows `[..., H]` -> f32 logits `[..., V]`, by the target's head or the drafter's own.
+
+    The output multiplier comes first, the soft cap second; both touch draft logits only. Entries
+    that may never be chosen (finfo.min) stay that.
+    """
+    if draft.head is None:
+        logits = target.logits(hidden)
+    else:
+        logits = linear(hidden, draft.head.lm_head, dtype=jnp.float32)
+    multiplier, cap = draft.config.output_multiplier, draft.config.final_logit_softcapping
+    if multiplier == 1.0 and cap is None:
+        return logits
+    shaped = logits * multiplier
+    shaped = shaped if cap is None else cap * jnp.tanh(shaped / cap)
+    never = jnp.finfo(logits.dtype).min
+    return jnp.where(logits == never, never, shaped)
+
+
+def first_fault(logits: jax.Array) -> jax.Array:
+    """`[B, rows, V]` -> `[B]`: the first row whose best logit is not finite, -1 if all are.
+
+    argmax picks a NaN where there is one, so the best logit alone tells.
+    """
+    bad = ~jnp.isfinite(jnp.max(logits, axis=-1))
+    return jnp.where(bad.any(axis=-1), jnp.argmax(bad, axis=-1), -1).astype(jnp.int32)
+
+
+def propose(
+    draft: DFlashDraft,
+    logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    filters: Filters | None = None,
+    uniforms: jax.Array | None = None,
+    row_draws: RowDraws = "argmax",
+) -> Proposal:
+    """Draft tokens from harvested rows.
+
+    Args:
+      logits `[B, nd, V]` from `draft_logits`; hidden `[B, nd, H]`; anchor `[B]`.
+      filters, uniforms `[B, nd]`: None for greedy; else every draw is an inverse CDF of its law.
+      row_draws: how plain DFlash rows are drawn when sampling. `argmax` (one-hot law) is the
+        default, since independent draws make incoherent blocks; `sample` draws each row.
+    """
+    if draft.dflash2 is not None:
+        return _propose_path(draft, logits, hidden, anchor, filters, uniforms)
+    if draft.markov is not None:
+        proposal = _propose_chain(draft, logits, hidden, anchor, filters, uniforms)
+    else:
+        proposal = _propose_rows(draft, logits, filters, uniforms, row_draws)
+    if draft.confidence is None:
+        return proposal
+    previous = jnp.concatenate([anchor[:, None], proposal.tokens[:, :-1]], axis=1)
+    raws = jax.vmap(lambda h, p: markov.confidence_raws(draft.confidence, draft.markov, h, p))
+    return proposal.replace(raws=raws(hidden, previous))
+
+
+def propose_rows(draft: DFlashDraft, logits: jax.Array) -> jax.Array:
+    """DFlash rows, greedily: each row's argmax `[..., V]`, ties to the lower id, as a target id."""
+    return _target_ids(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+
+
+def dflash2_propose_greedy(
+    draft: DFlashDraft, logits: jax.Array, hidden: jax.Array, anchor: jax.Array
+) -> jax.Array:
+    """DFlash2's greedy proposal for one sequence: top-k, projection, walk.
+
+    Args: logits `[nd, V]` (after multiplier and cap), hidden `[nd, H]`, the mask-fill rows
+      1..b-1; anchor: the token before them. Returns the drafted ids `[nd]`.
+
+    Raises ValueError naming the slot where logits are not finite (outside a compiled program).
+    """
+    proposal = propose(draft, logits[None], hidden[None], jnp.asarray(anchor, jnp.int32)[None])
+    _refuse_fault(proposal)
+    return proposal.tokens[0]
+
+
+def dflash2_propose_sampled(
+    draft: DFlashDraft,
+    logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    temperature: jax.Array,
+    uniforms: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The sampled twin of `dflash2_propose_greedy`: path and q_chosen `[nd]`, q_rows `[nd, k]`.
+
+    uniforms `[nd]` in [0, 1).
+    """
+    off = Filters.off(1).replace(temperature=jnp.asarray(temperature, jnp.float32)[None])
+    anchor = jnp.asarray(anchor, jnp.int32)[None]
+    proposal = propose(draft, logits[None], hidden[None], anchor, off, uniforms[None])
+    _refuse_fault(proposal)
+    assert proposal.q_rows is not None
+    return proposal.tokens[0], proposal.q_chosen[0], proposal.q_rows[0]
+
+
+def _refuse_fault(proposal: Proposal) -> None:
+    fault = proposal.fault[0]
+    if not isinstance(fault, jax.core.Tracer) and int(fault) >= 0:
+        raise ValueError(f"non-finite draft logits: sequence 0, draft slot {int(fault) + 1}")
+
+
+def _propose_rows(draft, logits, filters, uniforms, row_draws) -> Proposal:
+    """DFlash: independent rows."""
+    fault = first_fault(logits)
+    if filters is None or row_draws == "argmax":
+        tokens = propose_rows(draft, logits)
+        return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), fault)
+    dense = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, filters)
+    ids = jax.vmap(jax.vmap(draw))(dense, uniforms)
+    q_chosen = jnp.take_along_axis(dense, ids[..., None], axis=-1)[..., 0]
+    tokens = _target_ids(draft, ids)
+    if draft.head is None:
+        return Proposal(tokens, q_chosen, fault, q_dense=dense)
+    # A reduced vocabulary: its law is sparse over the target's.
+    every = _target_ids(draft, jnp.arange(dense.shape[-1]))
+    return Proposal(
+        tokens, q_chosen, fault, cand=jnp.broadcast_to(every, dense.shape), q_rows=dense
+    )
+
+
+def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal:
+    """DSpark: each slot's logits corrected by the token before it."""
+    fault = first_fault(logits)
+    if filters is None:
+        walk = jax.vmap(markov.dspark_chain_greedy, in_axes=(None, 0, 0, 0))
+        chain = walk(draft.markov, logits, hidden, anchor)
+        return Proposal(chain.tokens, jnp.ones(chain.tokens.shape, jnp.float32), fault)
+    walk = jax.vmap(markov.dspark_chain_sampled, in_axes=(None, 0, 0, 0, 0, 0))
+    chain = walk(draft.markov, logits, hidden, anchor, filters, uniforms)
+    q_chosen = jnp.take_along_axis(chain.q_rows, chain.tokens[..., None], axis=-1)[..., 0]
+    return Proposal(chain.tokens, q_chosen, fault, q_dense=chain.q_rows)
+
+
+def _propose_path(draft, logits, hidden, anchor, filters, uniforms) -> Proposal:
+    """DFlash2: top-k candidates, then a path through the selector's lattice."""
+    head = draft.dflash2
+    unary, cand = selector.top_candidates(logits, head.top_k)
+    hproj = selector.hidden_projection(head, hidden)
+    fault = selector.candidate_fault(unary)
+    cand = _target_ids(draft, cand)
+    codebooks = (head.predecessor, head.successor)
+    if filters is None:
+        walk = jax.vmap(selector.lattice_walk_greedy, in_axes=(None, None, 0, 0, 0, 0))
+        path = walk(*codebooks, unary, cand, hproj, anchor)
+        return Proposal(path, jnp.ones(path.shape, jnp.float32), fault)
+    walk = jax.vmap(selector.lattice_walk_sampled, in_axes=(None, None, 0, 0, 0, 0, 0, 0))
+    drawn = walk(*codebooks, unary, cand, hproj, anchor, filters.temperature, uniforms)
+    return Proposal(drawn.path, drawn.q_chosen, fault, cand=cand, q_rows=drawn.q_rows)
+
+
+def _target_ids(draft: DFlashDraft, ids: jax.Array) -> jax.Array:
+    return ids if draft.head is None else ids + draft.head.d2t[ids]

@@ -1,0 +1,315 @@
+"""Sampling: filters, penalties, rejection, residual and counter-based randomness.
+
+One order everywhere, drafter on or off: penalties, logit bias, temperature, top-k, top-p, min-p,
+renormalise. A temperature at or below `GREEDY_TEMPERATURE` is greedy in every component alike.
+Everything here is for one sequence; batches are vmapped.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+GREEDY_TEMPERATURE = 1e-5
+EVENTS = ("draft", "accept", "residual", "bonus")
+Event = Literal["draft", "accept", "residual", "bonus"]
+RANGES = {
+    "temperature": (Real, 0, math.inf),
+    "top_k": (Integral, 0, 2**31 - 1),
+    "top_p": (Real, 0, 1),
+    "min_p": (Real, 0, 1),
+    "repeat_penalty": (Real, 0, math.inf),
+    "frequency_penalty": (Real, -math.inf, math.inf),
+    "presence_penalty": (Real, -math.inf, math.inf),
+    "penalty_last_n": (Integral, -1, 2**31 - 1),
+    "seed": (Integral, 0, 2**32 - 1),
+    "sequence": (Integral, 0, 2**32 - 1),
+}
+"""Kind and range of the fields of `SamplingParams`; infinity itself is never allowed."""
+
+
+@struct.dataclass
+class Filters:
+    """temperature; top_k (0: off); top_p (1: off); min_p (0: off). Scalars, `[B]` when vmapped."""
+
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+
+    @classmethod
+    def off(cls, batch: int) -> "Filters":
+        """Greedy, nothing filtered, for `batch` sequences."""
+        one = jnp.ones((batch,), jnp.float32)
+        return cls(0 * one, jnp.zeros((batch,), jnp.int32), one, 0 * one)
+
+
+@struct.dataclass
+class Penalties:
+    """repeat (1: off), frequency and presence (0: off) over the last `last_n` tokens of prompt and
+    output (0: off, -1: all of them).
+    """
+
+    repeat: jax.Array
+    frequency: jax.Array
+    presence: jax.Array
+    last_n: jax.Array
+
+
+def filtered_probs(logits: jax.Array, filters: Filters) -> jax.Array:
+    """Logits `[V]` (penalised and biased already) -> the law `[V]` a token is drawn from.
+
+    top-k keeps exactly k, ties at the cut to the lower id. top-p keeps tokens while the
+    probability before them, in descending order, is below p: at least one. min-p keeps those with
+    at least min_p times the greatest probability. Greedy: one-hot on the argmax.
+    """
+    vocabulary = logits.shape[-1]
+    greedy = filters.temperature <= GREEDY_TEMPERATURE
+    x = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, filters.temperature)
+    order = jnp.argsort(-x, stable=True)
+    ranked = x[order]
+    rank = jnp.arange(vocabulary)
+    k = jnp.where((filters.top_k <= 0) | (filters.top_k >= vocabulary), vocabulary, filters.top_k)
+    keep = rank < k
+    probs = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf))
+    before = jnp.cumsum(probs) - probs
+    keep = keep & ((before < filters.top_p) | (rank == 0) | (filters.top_p >= 1))
+    probs = jnp.where(keep, probs, 0.0)
+    probs = jnp.where(probs >= filters.min_p * probs[0], probs, 0.0)
+    probs = probs / probs.sum()
+    probs = jnp.where(greedy, (rank == 0).astype(jnp.float32), probs)
+    return jnp.zeros_like(probs).at[order].set(probs, unique_indices=True)
+
+
+def inverse_cdf(probs: jax.Array, u: jax.Array) -> jax.Array:
+    """First index with `u < cdf`, in the order of `probs [n]`; a residue goes to the likeliest."""
+    # Summed in parallel, an f32 cdf of many entries may rise by a rounding where nothing is added.
+    above = (u < jnp.cumsum(probs)) & (probs > 0)
+    return jnp.where(above.any(), jnp.argmax(above), jnp.argmax(probs)).astype(jnp.int32)
+
+
+draw = inverse_cdf
+"""A token id from a law over the vocabulary, by inverse CDF in id order."""
+
+
+def penalised(logits: jax.Array, counts: jax.Array, penalties: Penalties) -> jax.Array:
+    """Penalise logits `[V]` by `counts [V]`, how often each id stands in the history.
+
+    Per id that occurs: v / repeat if v > 0 else v * repeat; then minus
+    frequency * count + presence.
+    """
+    repeated = jnp.where(logits > 0, logits / penalties.repeat, logits * penalties.repeat)
+    repeated = repeated - (penalties.frequency * counts + penalties.presence)
+    return jnp.where(counts > 0, repeated, logits)
+
+
+def rejection_accept_len(p: np.ndarray, q: np.ndarray, u: np.ndarray) -> int:
+    """How many leading drafts are accepted: slot j while `u_j * q_j < p_j`, strictly, in f64.
+
+    Args: p, q `[nd]`, target and proposal probability of each draft; u `[nd]` uniforms.
+
+    >>> rejection_accept_len([.9, 0, .9], [.1, .9, .1], [.5, .5, .5])
+    1
+    """
+    p, q, u = (np.asarray(x, np.float64) for x in (p, q, u))
+    accepted = u * q < p
+    return int(np.cumprod(accepted).sum())
+
+
+def accept_len(p: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
+    """`rejection_accept_len` inside a compiled program: f32 in, exact comparisons, `[]` int32."""
+    return jnp.cumprod(product_below(u, q, p).astype(jnp.int32), axis=-1).sum(axis=-1)
+
+
+def product_below(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
+    """Whether a * b < c exactly, for non-negative f32 (what f64 arithmetic would say).
+
+    Integer arithmetic on mantissas, so that neither f32 rounding nor a fused multiply-add of some
+    backend decides a near-tie.
+    """
+    (ma, ea), (mb, eb), (mc, ec) = (_mantissa(x) for x in (a, b, c))
+    low, high = np.uint32(0xFFF), np.uint32(12)
+    al, ah, bl, bh = ma & low, ma >> high, mb & low, mb >> high
+    middle = ah * bl + al * bh + ((al * bl) >> high)
+    top = ah * bh + (middle >> high)  # product >> 24, in [2**22, 2**24)
+    wide = top >= np.uint32(1 << 23)
+    top = jnp.where(wide, top, ((ah * bh) << np.uint32(1)) + (middle >> np.uint32(11)))
+    exponent = ea + eb + jnp.where(wide, 24, 23)
+    below = (exponent < ec) | ((exponent == ec) & (top < mc))
+    return jnp.where((ma == 0) | (mb == 0), mc > 0, (mc > 0) & below)
+
+
+def _mantissa(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """x = m * 2**e with m uint32 in [2**23, 2**24), or m = 0."""
+    bits = jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.uint32)
+    exponent = (bits >> np.uint32(23)).astype(jnp.int32) & 0xFF
+    fraction = bits & np.uint32(0x7FFFFF)
+    normal = exponent > 0
+    mantissa = jnp.where(normal, fraction | np.uint32(1 << 23), fraction)
+    shift = jnp.where(normal, 0, jax.lax.clz(fraction).astype(jnp.int32) - 8)
+    mantissa = jnp.where(fraction + exponent.astype(jnp.uint32) > 0, mantissa, np.uint32(0))
+    mantissa = mantissa << jnp.clip(shift, 0, 31).astype(jnp.uint32)
+    return mantissa, jnp.where(normal, exponent, 1) - 150 - shift
+
+
+def residual(p: jax.Array, q: jax.Array) -> jax.Array:
+    """The law after a rejection: max(0, p - q) renormalised, `[V]`; p itself where that is zero."""
+    left = jnp.maximum(p - q, 0.0)
+    total = left.sum()
+    return jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), p)
+
+
+def residual_sparse(p: jax.Array, ids: jax.Array, q: jax.Array) -> jax.Array:
+    """`residual` where the proposal's law is `q [k]` on candidates `ids [k]` and 0 elsewhere."""
+    return residual(p, jnp.zeros_like(p).at[ids].add(q))
+
+
+def uniform(seed: jax.Array, sequence: jax.Array, event: Event, position: jax.Array) -> jax.Array:
+    """The uniform in [0, 1) of one event: a pure function of its four coordinates.
+
+    Draft, accept, residual and bonus draws at one position are four different ones, and a request
+    gets the same numbers alone, in a batch and in any slot.
+    """
+    key = jax.random.key(seed, impl="threefry2x32")
+    for word in (sequence, EVENTS.index(event), position):
+        key = jax.random.fold_in(key, word)
+    return jax.random.uniform(key)
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingParams:
+    """One request's sampling, in the field's usual names.
+
+    temperature 0 is greedy. penalty_last_n: how many of the latest tokens (prompt and output) the
+    penalties see; -1 all, 0 none. logit_bias: {token id: added to its logit}, -inf forbids it.
+    seed and sequence pick the random numbers: the same pair gives the same tokens again.
+
+    ValueError names a field that is out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repeat_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_last_n: int = -1
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    seed: int = 0
+    sequence: int = 0
+
+    def __post_init__(self):
+        for name, (kind, low, high) in RANGES.items():
+            value = getattr(self, name)
+            number = isinstance(value, kind) and not isinstance(value, bool)
+            if not number or not low <= value <= high or math.isinf(value):
+                what = "an integer" if kind is Integral else "a number"
+                raise ValueError(f"{name}: expected {what} from {low} to {high}, found {value!r}")
+        if self.repeat_penalty == 0 or self.top_p == 0:
+            name = "top_p" if self.top_p == 0 else "repeat_penalty"
+            raise ValueError(f"{name}: expected more than 0, found 0")
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(f"logit_bias: expected a mapping, found {self.logit_bias!r}")
+        for token, value in self.logit_bias.items():
+            if not isinstance(token, Integral) or token < 0:
+                raise ValueError(f"logit_bias: expected token ids, found {token!r}")
+            if not isinstance(value, Real) or not value < math.inf:
+                raise ValueError(f"logit_bias: expected numbers or -inf, found {value!r}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether every token is the argmax."""
+        return self.temperature <= GREEDY_TEMPERATURE
+
+    @property
+    def penalised(self) -> bool:
+        """Whether the history matters."""
+        off = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) == (1, 0, 0)
+        return self.penalty_last_n != 0 and not off
+
+
+@struct.dataclass
+class Sampler:
+    """`SamplingParams` of `B` sequences on the device; `bias [B, V]` and `penalties` are None where
+    no sequence has any.
+    """
+
+    filters: Filters
+    penalties: Penalties | None
+    bias: jax.Array | None
+    seed: jax.Array
+    sequence: jax.Array
+
+    def uniforms(self, event: Event, positions: jax.Array) -> jax.Array:
+        """The draws of one event at `positions [B, n]`."""
+        over_positions = jax.vmap(uniform, in_axes=(None, None, None, 0))
+        over_batch = jax.vmap(over_positions, in_axes=(0, 0, None, 0))
+        return over_batch(self.seed, self.sequence, event, positions)
+
+
+def make_sampler(params: Sequence[SamplingParams], vocab_size: int, rows: int) -> Sampler:
+    """The device form of `params`, one a sequence; `rows` is the width of the target's logits."""
+
+    def column(name: str, dtype: Any = np.float32) -> jax.Array:
+        return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
+
+    bias = penalties = None
+    if any(p.logit_bias for p in params):
+        table = np.zeros((len(params), rows), np.float32)
+        for b, p in enumerate(params):
+            for token, value in p.logit_bias.items():
+                if not 0 <= token < vocab_size:
+                    raise ValueError(
+                        f"logit_bias: expected ids in 0..{vocab_size - 1}, found {token}"
+                    )
+                table[b, token] = value
+        bias = jnp.asarray(table)
+    if any(p.penalised for p in params):
+        penalties = Penalties(
+            repeat=column("repeat_penalty"),
+            frequency=column("frequency_penalty"),
+            presence=column("presence_penalty"),
+            last_n=column("penalty_last_n", np.int32),
+        )
+    filters = Filters(
+        column("temperature"), column("top_k", np.int32), column("top_p"), column("min_p")
+    )
+    seed, sequence = column("seed", np.uint32), column("sequence", np.uint32)
+    return Sampler(filters, penalties, bias, seed, sequence)
+
+
+def shaped_logits(
+    sampler: Sampler, logits: jax.Array, history: jax.Array | None, length: jax.Array
+) -> jax.Array:
+    """Penalties, then bias, on verify logits `[B, w, V]`.
+
+    Row j sees the first `length[b] + j` tokens of `history [B, n]`: prompt, output with the
+    anchor, and drafts 1..j of this round.
+    """
+    if sampler.penalties is not None:
+        assert history is not None
+        counts = jax.vmap(_counts, in_axes=(0, 0, 0, None, None))
+        seen = counts(history, length, sampler.penalties.last_n, *logits.shape[1:])
+        over_rows = jax.vmap(penalised, in_axes=(0, 0, None))
+        logits = jax.vmap(over_rows)(logits, seen, sampler.penalties)
+    return logits if sampler.bias is None else logits + sampler.bias[:, None]
+
+
+def _counts(history, length, last_n, rows: int, vocabulary: int) -> jax.Array:
+    """How often each id stands in each row's history: `[rows, V]` f32."""
+    place = jnp.arange(history.shape[0])
+
+    def row(j: jax.Array) -> jax.Array:
+        end = length + j
+        begin = jnp.where(last_n < 0, 0, jnp.maximum(end - last_n, 0))
+        inside = ((place >= begin) & (place < end)).astype(jnp.float32)
+        return jnp.zeros((vocabulary,), jnp.float32).at[history].add(inside)
+
+    return jax.vmap(row)(jnp.arange(rows))

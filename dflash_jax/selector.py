@@ -1,0 +1,171 @@
+"""DFlash2's candidate selector: top-k candidates a slot, and a path through them.
+
+`score[k] = unary[p, k] + sum_r pred[prev, r] * hproj[p, r] * succ[cand[p, k], r]`: each slot's
+choice depends on the token chosen before it, the anchor for slot 0. Everything here is for one
+sequence; batches are vmapped. Two forms of each walk give equal paths: the sequential one
+(`lax.scan`), and the lattice, which scores all k x k pairs of a slot at once and then only chases
+indices. Source: z-lab/dflash `CandidateSelector`.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from dflash_jax.layers import linear
+from dflash_jax.sampling import GREEDY_TEMPERATURE, inverse_cdf
+
+
+@struct.dataclass
+class DFlash2Head:
+    """The selector: hidden_projection `[R, H]`, predecessor and successor codebooks `[V, R]`."""
+
+    hidden_projection: jax.Array
+    predecessor: jax.Array
+    successor: jax.Array
+    top_k: int = struct.field(pytree_node=False)
+
+
+class Walk(NamedTuple):
+    """A path `[nd]` of token ids, and the law it was drawn from.
+
+    chosen: `[nd]` index of each choice among its slot's candidates; q_rows: `[nd, k]` each slot's
+    law given its predecessor; q_chosen: `[nd]`, `q_rows[p, chosen[p]]` bit for bit.
+    """
+
+    path: jax.Array
+    chosen: jax.Array
+    q_chosen: jax.Array
+    q_rows: jax.Array
+
+
+def top_candidates(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """The k best of each row `[..., V]`: (unary, ids) `[..., k]`, descending, ties by lower id.
+
+    A NaN counts as the greatest and comes out first; `candidate_fault` finds it.
+    """
+    unary, ids = jax.lax.top_k(logits, k)
+    return unary, ids.astype(jnp.int32)
+
+
+def candidate_fault(unary: jax.Array) -> jax.Array:
+    """First slot of `[..., nd, k]` that has a NaN or fewer than k finite candidates, -1 if none."""
+    bad = ~jnp.isfinite(unary).all(axis=-1)
+    return jnp.where(bad.any(axis=-1), jnp.argmax(bad, axis=-1), -1).astype(jnp.int32)
+
+
+def hidden_projection(head: DFlash2Head, hidden: jax.Array) -> jax.Array:
+    """Draft rows `[..., nd, H]` -> `[..., nd, R]` in f32."""
+    return linear(hidden, head.hidden_projection, dtype=jnp.float32)
+
+
+def dflash2_walk_greedy(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
+    """The greedy path `[nd]`: argmax of each slot's scores, ties to the lowest candidate index.
+
+    Args:
+      pred, succ: codebooks `[V, R]`. unary, cand: `[nd, k]` from `top_candidates`.
+      hproj: `[nd, R]` from `hidden_projection`. anchor: the token before slot 0.
+    """
+    return dflash2_walk_greedy_q(pred, succ, unary, cand, hproj, anchor)[0]
+
+
+def dflash2_walk_greedy_q(pred, succ, unary, cand, hproj, anchor) -> tuple[jax.Array, jax.Array]:
+    """`dflash2_walk_greedy` with each choice's softmax probability at T = 1: (path, q `[nd]`)."""
+
+    def step(prev, slot):
+        scores = _scores(_rows(pred, prev), succ, *slot)
+        choice = jnp.argmax(scores)
+        token = slot[1][choice]
+        return token, (token, jax.nn.softmax(scores)[choice])
+
+    anchor = jnp.asarray(anchor, cand.dtype)
+    return jax.lax.scan(step, anchor, (unary, cand, hproj))[1]
+
+
+def dflash2_walk_sampled(
+    pred, succ, unary, cand, hproj, anchor, temperature, uniforms
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """A path drawn slot by slot from softmax(scores / temperature); no top-k or top-p here.
+
+    Args: as `dflash2_walk_greedy`, and uniforms `[nd]` in [0, 1), one a slot.
+
+    Returns (path `[nd]`, q_chosen `[nd]`, q_rows `[nd, k]`). At or below the greedy threshold the
+    path is the greedy one and each row one-hot.
+    """
+    walk = sampled_walk(pred, succ, unary, cand, hproj, anchor, temperature, uniforms)
+    return walk.path, walk.q_chosen, walk.q_rows
+
+
+def sampled_walk(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) -> Walk:
+    """`dflash2_walk_sampled` with the chosen candidate indices: a `Walk`."""
+
+    def step(prev, slot):
+        *slot, u = slot
+        choice, row = _draw(_scores(_rows(pred, prev), succ, *slot), temperature, u)
+        token = slot[1][choice]
+        return token, Walk(token, choice, row[choice], row)
+
+    anchor = jnp.asarray(anchor, cand.dtype)
+    return jax.lax.scan(step, anchor, (unary, cand, hproj, uniforms))[1]
+
+
+def pair_scores(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
+    """All scores of the lattice: `[nd, k, k]`, entry [p, i, j] scoring candidate j of slot p after
+    candidate i of slot p - 1. Slot 0 has one predecessor, the anchor, in every row i.
+    """
+    first = jnp.full_like(cand[:1], anchor)
+    previous = jnp.concatenate([first, cand[:-1]])
+    after = jax.vmap(_scores, in_axes=(0, None, None, None, None))
+    return jax.vmap(after, in_axes=(0, None, 0, 0, 0))(
+        _rows(pred, previous), succ, unary, cand, hproj
+    )
+
+
+def lattice_walk_greedy(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
+    """`dflash2_walk_greedy` by the lattice form."""
+    best = jnp.argmax(pair_scores(pred, succ, unary, cand, hproj, anchor), axis=-1)
+    return jnp.take_along_axis(cand, _chase(best)[:, None], axis=1)[:, 0]
+
+
+def lattice_walk_sampled(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) -> Walk:
+    """`sampled_walk` by the lattice form."""
+    scores = pair_scores(pred, succ, unary, cand, hproj, anchor)
+    over_pairs = jax.vmap(jax.vmap(_draw, in_axes=(0, None, None)), in_axes=(0, None, 0))
+    choices, rows = over_pairs(scores, temperature, uniforms)
+    chosen = _chase(choices)
+    previous = jnp.concatenate([jnp.zeros_like(chosen[:1]), chosen[:-1]])
+    rows = jnp.take_along_axis(rows, previous[:, None, None], axis=1)[:, 0]
+    path = jnp.take_along_axis(cand, chosen[:, None], axis=1)[:, 0]
+    q_chosen = jnp.take_along_axis(rows, chosen[:, None], axis=1)[:, 0]
+    return Walk(path, chosen, q_chosen, rows)
+
+
+def _scores(pred_row, succ, unary_row, cand_row, hproj_row) -> jax.Array:
+    """Scores `[k]` of one slot's candidates after one predecessor: multiply, then sum, in f32."""
+    pairs = jnp.sum(pred_row * hproj_row * _rows(succ, cand_row), axis=-1)
+    return unary_row.astype(jnp.float32) + pairs
+
+
+def _rows(codebook, ids) -> jax.Array:
+    """Rows of a codebook in f32; the codebook may still be a numpy array."""
+    return jnp.asarray(codebook)[ids].astype(jnp.float32)
+
+
+def _draw(scores, temperature, u) -> tuple[jax.Array, jax.Array]:
+    """A candidate index and the law `[k]` it was drawn from."""
+    greedy = temperature <= GREEDY_TEMPERATURE
+    best = jnp.argmax(scores)
+    row = jax.nn.softmax(scores / jnp.where(greedy, 1.0, temperature))
+    row = jnp.where(greedy, jax.nn.one_hot(best, scores.shape[0]), row)
+    return jnp.where(greedy, best, inverse_cdf(row, u)), row
+
+
+def _chase(next_of: jax.Array) -> jax.Array:
+    """Follow `next_of [nd, k]` (a slot's choice given the one before): choices `[nd]`."""
+
+    def step(previous, row):
+        choice = row[previous]
+        return choice, choice
+
+    return jax.lax.scan(step, jnp.zeros((), next_of.dtype), next_of)[1]

@@ -1,0 +1,664 @@
+"""Training a drafter against a frozen target: anchors, mask, losses and the train step.
+
+The target runs once over a batch and gives taps (the drafter's context) and hidden rows (the
+teacher). Many blocks a sequence are drafted at once: a block sees the context rows strictly before
+its anchor and its own rows, never another block, exactly as at inference.
+
+Slot k = 1.. of a block drafts the token at anchor + k. Which row that is (`DSparkHarvest`) is all
+that differs between the mask-fill and the shifted families; the teacher's distribution for that
+token comes from its hidden row at anchor + k - 1.
+"""
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from dflash_jax.attention import ABSENT, attention_mask
+from dflash_jax.checkpoint import named_leaves
+from dflash_jax.config import (
+    DFlash2Config,
+    DFlashConfig,
+    DSparkConfig,
+    Family,
+    resolve_harvest,
+)
+from dflash_jax.draft import DFlashDraft, context_kv, ctx_features, layer_forward
+from dflash_jax.extras import require
+from dflash_jax.layers import rms_norm, rope_tables
+from dflash_jax.markov import ConfidenceHead, MarkovHead, confidence_raws, teacher_logits
+from dflash_jax.propose import draft_logits
+from dflash_jax.selector import DFlash2Head, hidden_projection, top_candidates
+from dflash_jax.targets import Target
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a training run does at every step.
+
+    anchors: blocks a sequence. gamma: slot k weighs exp(-(k - 1) / gamma). ce, kl, l1: weights of
+    the cross-entropy on the text's tokens, of KL(target || drafter) and of the L1 distance between
+    the two laws. selector: of DFlash2's cross-entropy over its candidates. confidence: of DSpark's
+    binary cross-entropy against the laws' overlap. ema: decay of the averaged weights, which are
+    what is evaluated and shipped. head_rows: rows of logits held at a time.
+    """
+
+    anchors: int = 64
+    gamma: float = 4.0
+    ce: float = 0.5
+    kl: float = 0.5
+    l1: float = 0.0
+    selector: float = 1.0
+    confidence: float = 1.0
+    weight_decay: float = 0.01
+    clip: float = 1.0
+    ema: float = 0.998
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    head_rows: int = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Learning rate by step: linear warm-up to `peak`, then a cosine to `final` of it at `steps`.
+
+    It stays outside the compiled step, so that runs of any length share one program.
+    """
+
+    steps: int
+    peak: float = 1e-3
+    final: float = 0.02
+    warmup: int = 200
+
+    def rate(self, step: int) -> float:
+        """The rate of the update that follows `step` finished ones."""
+        warmup = max(1, min(self.warmup, self.steps // 2))
+        if step < warmup:
+            return self.peak * (step + 1) / warmup
+        share = min(1.0, (step - warmup) / max(1, self.steps - warmup))
+        low = self.peak * self.final
+        return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * share))
+
+
+@struct.dataclass
+class Batch:
+    """Token rows `[B, T]`.
+
+    segment: 0 where padding, else the number of the document a token belongs to; several
+    documents may stand one after the other in a row. answer: tokens the target itself produced,
+    the only ones that are drafted and labelled.
+    """
+
+    ids: jax.Array
+    segment: jax.Array
+    answer: jax.Array
+
+
+@struct.dataclass
+class Features:
+    """A frozen target's view of a batch: hidden `[B, T, H]` (after the final norm) and taps."""
+
+    hidden: jax.Array
+    taps: jax.Array
+
+
+@struct.dataclass
+class Metrics:
+    """Sums over blocks, so that batches can be added up; `summary` turns them into means.
+
+    loss, weight: weighted loss and its weights. correct, labelled `[drafts]`: per slot.
+    gained, blocks: teacher-forced tokens a round (the target's own one included), and blocks.
+    """
+
+    loss: jax.Array
+    weight: jax.Array
+    correct: jax.Array
+    labelled: jax.Array
+    gained: jax.Array
+    blocks: jax.Array
+
+    def summary(self) -> dict[str, Any]:
+        """loss, acceptance (teacher-forced tokens a round) and accuracy (a list, slot by slot)."""
+        return {
+            "loss": float(self.loss / jnp.maximum(self.weight, 1e-9)),
+            "acceptance": float(self.gained / jnp.maximum(self.blocks, 1)),
+            "accuracy": (self.correct / jnp.maximum(self.labelled, 1)).tolist(),
+        }
+
+
+@struct.dataclass
+class TrainState:
+    """draft: f32 master weights; ema: their running average; step: steps taken."""
+
+    draft: DFlashDraft
+    ema: DFlashDraft
+    opt_state: Any
+    step: jax.Array
+
+
+def segment_positions(segment: jax.Array) -> jax.Array:
+    """Position `[B, T]` of each token within its own document."""
+    index = jnp.arange(segment.shape[1])
+    first = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
+
+
+def legal_anchors(batch: Batch) -> jax.Array:
+    """`[B, T]`: tokens a block may start from, as at inference.
+
+    The first token of an answer comes from the prompt's own forward, so every anchor is an answer
+    token, and the token after it (the first label) is one of the same document.
+    """
+    answer = batch.answer & (batch.segment > 0) & (segment_positions(batch.segment) > 0)
+    follows = (batch.segment[:, 1:] == batch.segment[:, :-1]) & answer[:, 1:]
+    return answer & jnp.pad(follows, ((0, 0), (0, 1)))
+
+
+def draw_anchors(key: jax.Array, batch: Batch, count: int) -> tuple[jax.Array, jax.Array]:
+    """`count` distinct random anchors a row: index `[B, count]`, and which of them are real.
+
+    Rows with fewer legal anchors than `count` bring dummies, whose blocks weigh nothing.
+    """
+    legal = legal_anchors(batch)
+    count = min(count, legal.shape[1])
+    score = jnp.where(legal, jax.random.uniform(key, legal.shape), -1.0)
+    best, index = jax.lax.top_k(score, count)
+    return index, best >= 0
+
+
+def block_positions(
+    segment: jax.Array, anchors: jax.Array, block_size: int
+) -> tuple[jax.Array, jax.Array]:
+    """Absolute positions of every block's rows `[B, A, b]` and of the keys it has `[B, A, T + b]`.
+
+    Keys are the row's T context tokens, then the block's own rows. Context at or after the anchor
+    or of another document is ABSENT, so that `attention_mask` is the one rule for both worlds.
+    """
+    pos = segment_positions(segment)
+    own = jnp.take_along_axis(segment, anchors, axis=1)[..., None]
+    start = jnp.take_along_axis(pos, anchors, axis=1)[..., None]
+    before = jnp.arange(segment.shape[1]) < anchors[..., None]
+    context = jnp.where(before & (segment[:, None] == own), pos[:, None], ABSENT)
+    rows = start + jnp.arange(block_size)
+    return rows, jnp.concatenate([context, rows], axis=-1)
+
+
+def block_hidden(
+    draft: DFlashDraft,
+    feats: jax.Array,
+    noise: jax.Array,
+    segment: jax.Array,
+    anchors: jax.Array,
+) -> jax.Array:
+    """The drafter's final hidden rows `[B, A, b, H]` of all blocks at once.
+
+    Args:
+      feats: context features `[B, T, H]`.
+      noise: `[B, A, b, H]`, embedding rows of `[anchor, MASK x (b - 1)]`.
+      segment, anchors: `[B, T]`, `[B, A]`.
+    """
+    config = draft.config
+    batch, count, block, hidden = noise.shape
+    q_pos, k_pos = block_positions(segment, anchors, block)
+    ctx_rope = rope_tables(config.rope, config.head_dim, segment_positions(segment))
+    row_rope = rope_tables(config.rope, config.head_dim, q_pos.reshape(batch, count * block))
+
+    def run_layer(index, layer, x, feats):
+        mask = attention_mask(
+            q_pos, k_pos, causal=config.layer_causal[index], window=config.layer_window[index]
+        )
+        mask = jnp.broadcast_to(mask, (*q_pos.shape, k_pos.shape[-1]))
+        attend = partial(_attend, *context_kv(config, layer, feats, *ctx_rope), mask)
+        return layer_forward(config, layer, x, *row_rope, attend)
+
+    x = noise.reshape(batch, count * block, hidden).astype(draft.dtype)
+    for i, layer in enumerate(draft.layers):
+        with jax.named_scope(f"draft_layer_{i}"):
+            # The scores of one layer are as large as all its other activations: make them again.
+            x = jax.checkpoint(partial(run_layer, i))(layer, x, feats)
+    return rms_norm(x, draft.norm, config.rms_norm_eps).reshape(noise.shape)
+
+
+def _attend(ctx_k, ctx_v, mask, q, k, v):
+    """Grouped-query attention of blocks over [context ; own rows], softmax in f32.
+
+    ctx_k, ctx_v `[B, T, kv, D]`; mask `[B, A, b, T + b]`; q `[B, A * b, heads, D]`; k, v
+    `[B, A * b, kv, D]` -> `[B, A * b, heads * D]`.
+    """
+    (batch, rows, heads, dim), kv_heads = q.shape, k.shape[2]
+    count, block = mask.shape[1:3]
+    context = ctx_k.shape[1]
+    q = q.reshape(batch, count, block, kv_heads, heads // kv_heads, dim)
+    k, v = (x.reshape(batch, count, block, kv_heads, dim) for x in (k, v))
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
+    scores = [product("nabkgd,ntkd->nkgabt", q, ctx_k), product("nabkgd,nackd->nkgabc", q, k)]
+    scores = jnp.concatenate(scores, axis=-1) * dim**-0.5
+    scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    out = product("nkgabt,ntkd->nabkgd", weights[..., :context], ctx_v)
+    out = out + product("nkgabc,nackd->nabkgd", weights[..., context:], v)
+    return out.astype(q.dtype).reshape(batch, rows, heads * dim)
+
+
+def target_features(target: Target, ids: jax.Array, taps: tuple[int, ...]) -> Features:
+    """One forward of the frozen target over whole documents `ids [B, T]`, one a row."""
+    out, _ = target.forward(target.init_state(*ids.shape), ids, taps)
+    return Features(jax.lax.stop_gradient(out.hidden), jax.lax.stop_gradient(out.taps))
+
+
+def block_metrics(
+    target: Target,
+    draft: DFlashDraft,
+    features: Features,
+    batch: Batch,
+    anchors: jax.Array,
+    real: jax.Array,
+    recipe: Recipe,
+) -> Metrics:
+    """Draft every block and score it: the loss (differentiable in `draft`) and its metrics.
+
+    anchors, real: `[B, A]`, from `draw_anchors`. Labels outside the answer, past the document's
+    end, or outside the draft vocabulary weigh nothing, and so does the block after them in
+    counting accepted drafts.
+    """
+    config, harvest = draft.config, resolve_harvest(draft.config)
+    drafts, width = harvest.drafts(config.block_size), batch.ids.shape[1]
+    anchor_ids = jnp.take_along_axis(batch.ids, anchors, axis=1)
+    masks = jnp.full((*anchors.shape, config.block_size - 1), config.mask_token_id, jnp.int32)
+    block = jnp.concatenate([anchor_ids[..., None], masks], axis=-1)
+    noise = target.embed(block.reshape(anchors.shape[0], -1)) * config.input_embedding_scale
+    noise = jax.lax.stop_gradient(noise).reshape(*block.shape, -1)
+    feats = ctx_features(draft, features.taps)
+    hidden = block_hidden(draft, feats, noise, batch.segment, anchors)
+    rows = hidden[:, :, harvest.first_row : harvest.first_row + drafts]
+
+    at = anchors[..., None] + 1 + jnp.arange(drafts)
+    inside, at = at < width, jnp.minimum(at, width - 1)
+
+    def pick(table, index):
+        return jnp.take_along_axis(table, index.reshape(index.shape[0], -1), 1).reshape(index.shape)
+
+    same = pick(batch.segment, at) == pick(batch.segment, anchors)[..., None]
+    labelled = inside & same & pick(batch.answer, at) & real[..., None]
+    labels, known = _draft_labels(draft, pick(batch.ids, at))
+    labelled = labelled & known
+    slot_weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / recipe.gamma)
+    weights = jnp.where(labelled, slot_weight, 0.0)
+    teacher_at = (at - 1).reshape(at.shape[0], -1, 1)
+    teacher = jnp.take_along_axis(features.hidden, teacher_at, axis=1)
+    size = rows.shape[-1]
+    loss, correct = head_loss(
+        recipe,
+        target,
+        draft.replace(markov=None, confidence=None, dflash2=None),
+        Heads(draft.markov, draft.confidence, draft.dflash2),
+        Blocks(
+            rows.reshape(-1, drafts, size),
+            teacher.reshape(-1, drafts, size),
+            pick(batch.ids, at - 1).reshape(-1, drafts),
+            labels.reshape(-1, drafts),
+            weights.reshape(-1, drafts),
+        ),
+    )
+    correct = correct.reshape(labels.shape) & labelled
+    gained = 1 + jnp.cumprod(correct.astype(jnp.int32), axis=-1).sum(-1)
+    return Metrics(
+        loss=loss,
+        weight=weights.sum(),
+        correct=correct.sum((0, 1)),
+        labelled=labelled.sum((0, 1)),
+        gained=jnp.where(real, gained, 0).sum(),
+        blocks=real.sum(),
+    )
+
+
+def _draft_labels(draft: DFlashDraft, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Target ids as ids of the draft vocabulary, and which of them it holds."""
+    if draft.head is None:
+        return ids, jnp.ones(ids.shape, bool)
+    true_ids = jnp.arange(draft.head.d2t.shape[0]) + draft.head.d2t
+    place = jnp.searchsorted(true_ids, ids).clip(0, true_ids.shape[0] - 1)
+    return place, true_ids[place] == ids
+
+
+class Heads(NamedTuple):
+    """The trainable parts that turn hidden rows into a proposal (None where a family has none)."""
+
+    markov: MarkovHead | None
+    confidence: ConfidenceHead | None
+    dflash2: DFlash2Head | None
+
+
+class Blocks(NamedTuple):
+    """N blocks to score: rows, teacher `[N, nd, H]`, the drafter's and the target's hidden rows for
+    the same tokens; previous, labels `[N, nd]` ids; weights `[N, nd]`.
+    """
+
+    rows: jax.Array
+    teacher: jax.Array
+    previous: jax.Array
+    labels: jax.Array
+    weights: jax.Array
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def head_loss(
+    recipe: Recipe, target: Target, draft: DFlashDraft, heads: Heads, blocks: Blocks
+) -> tuple[jax.Array, jax.Array]:
+    """Weighted loss of blocks through the frozen head: (sum, which choices `[N, nd]` are right).
+
+    Differentiable in `heads` and `blocks.rows`. The logits of some `recipe.head_rows` rows exist at
+    a time; their gradient is taken on the spot, in the forward pass, so that backward needs neither
+    the logits nor their recomputation.
+    """
+    return _head_pass(recipe, target, draft, heads, blocks, grad=False)[0]
+
+
+def _head_pass(recipe, target, draft, heads, blocks, *, grad):
+    count, drafts = blocks.labels.shape
+    size = min(max(1, recipe.head_rows // drafts), count)
+    padding = -count % size
+
+    def chunks(x):
+        x = jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1)))
+        return x.reshape(-1, size, *x.shape[1:])
+
+    def score(heads, rows, chunk):
+        return score_blocks(recipe, target, draft, heads, chunk._replace(rows=rows))
+
+    def step(total, chunk):
+        if not grad:
+            loss, correct = score(heads, chunk.rows, chunk)
+            return (total[0] + loss, total[1]), (correct, None)
+        slopes = jax.value_and_grad(score, argnums=(0, 1), has_aux=True)
+        (loss, correct), (of_heads, of_rows) = slopes(heads, chunk.rows, chunk)
+        of_heads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[1], of_heads)
+        return (total[0] + loss, of_heads), (correct, of_rows)
+
+    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), heads)
+    with jax.named_scope("head_loss"):
+        total, (correct, slope) = jax.lax.scan(
+            step, (jnp.float32(0), zero), jax.tree.map(chunks, blocks)
+        )
+    slope = None if slope is None else slope.reshape(-1, *slope.shape[2:])[:count]
+    return (total[0], correct.reshape(-1, drafts)[:count]), (total[1], slope)
+
+
+def score_blocks(
+    recipe: Recipe, target: Target, draft: DFlashDraft, heads: Heads, blocks: Blocks
+) -> tuple[jax.Array, jax.Array]:
+    """The loss of whole blocks, all logits at once: (weighted sum, right choices `[n, nd]`).
+
+    Right means what inference would choose after the same tokens: the argmax, or the selector's
+    best candidate (the teacher's token is put among the candidates for the loss only).
+    """
+    logits = draft_logits(target, draft, blocks.rows)
+    if heads.markov is not None:
+        corrected = jax.vmap(teacher_logits, in_axes=(None, 0, 0, 0))
+        logits = corrected(heads.markov, logits, blocks.rows, blocks.previous)
+    log_q = jax.nn.log_softmax(logits)
+    loss = recipe.ce * -jnp.take_along_axis(log_q, blocks.labels[..., None], axis=-1)[..., 0]
+    log_p = _teacher_log_probs(target, draft, blocks.teacher)
+    if recipe.kl:
+        loss += recipe.kl * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+    distance = jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
+    loss += recipe.l1 * distance
+    choice = jnp.argmax(logits, axis=-1)
+    if heads.confidence is not None:
+        raws = jax.vmap(confidence_raws, in_axes=(None, None, 0, 0))
+        # The head reads the rows as they are: it may not bend them to be easier to judge.
+        fixed = jax.lax.stop_gradient((heads.markov, blocks.rows))
+        raw = raws(heads.confidence, *fixed, blocks.previous)
+        overlap = jax.lax.stop_gradient(1.0 - 0.5 * distance)
+        wrong = jax.nn.softplus(raw) - overlap * raw
+        loss += recipe.confidence * wrong
+    if heads.dflash2 is not None:
+        selector_loss, choice = _score_candidates(heads.dflash2, logits, blocks)
+        loss += recipe.selector * selector_loss
+    return jnp.sum(loss * blocks.weights), choice == blocks.labels
+
+
+def _teacher_log_probs(target, draft, teacher):
+    """The target's law `[..., V]` over the draft vocabulary, in logs."""
+    wanted = jax.lax.stop_gradient(target.logits(teacher))
+    if draft.head is not None:
+        wanted = wanted[..., jnp.arange(draft.head.d2t.shape[0]) + draft.head.d2t]
+    return jax.nn.log_softmax(wanted)
+
+
+def _score_candidates(
+    head: DFlash2Head, logits: jax.Array, blocks: Blocks
+) -> tuple[jax.Array, jax.Array]:
+    """Cross-entropy over the candidates after the teacher's predecessor, and the serving choice."""
+    _, cand = top_candidates(jax.lax.stop_gradient(logits), head.top_k)
+    labels = blocks.labels[..., None]
+    missing = (cand != labels).all(axis=-1)
+    offered = cand.at[..., -1].set(jnp.where(missing, labels[..., 0], cand[..., -1]))
+    unary = jnp.take_along_axis(logits, offered, axis=-1)
+    weights = head.predecessor[blocks.previous].astype(jnp.float32)
+    weights = weights * hidden_projection(head, blocks.rows)
+    pairs = jnp.sum(weights[..., None, :] * head.successor[offered].astype(jnp.float32), axis=-1)
+    scores = unary + pairs
+    gold = jnp.argmax(offered == labels, axis=-1)[..., None]
+    loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), gold, axis=-1)[..., 0]
+    inserted = missing[..., None] & (jnp.arange(head.top_k) == head.top_k - 1)
+    best = jnp.argmax(jnp.where(inserted, -jnp.inf, scores), axis=-1)[..., None]
+    return loss, jnp.take_along_axis(offered, best, axis=-1)[..., 0]
+
+
+def _head_loss_forward(recipe, target, draft, heads, blocks):
+    out, slopes = _head_pass(recipe, target, draft, heads, blocks, grad=True)
+    kinds = jax.tree.map(lambda x: jnp.zeros((), x.dtype), heads)
+    return out, (slopes, kinds)
+
+
+def _head_loss_backward(recipe, saved, cotangent):
+    (of_heads, of_rows), kinds = saved
+    scale = cotangent[0]
+    of_heads = jax.tree.map(lambda g, kind: (scale * g).astype(kind.dtype), of_heads, kinds)
+    of_rows = (scale * of_rows.astype(jnp.float32)).astype(of_rows.dtype)
+    return None, None, of_heads, Blocks(of_rows, None, None, None, None)
+
+
+head_loss.defvjp(_head_loss_forward, _head_loss_backward)
+
+
+def make_optimizer(recipe: Recipe) -> Any:
+    """The optax transformation of a recipe at learning rate 1 (`train_step` scales its updates).
+
+    ModuleNotFoundError where optax is missing.
+    """
+    optax = require("optax", "train")
+    adamw = optax.adamw(1.0, b2=0.99, weight_decay=recipe.weight_decay)
+    if recipe.optimizer == "muon":
+        muon = optax.contrib.muon(
+            1.0, weight_decay=recipe.weight_decay, consistent_rms=0.2, adam_b2=0.99
+        )
+        update = optax.multi_transform({"backbone": muon, "heads": adamw}, _parts)
+    elif recipe.optimizer == "adamw":
+        update = adamw
+    else:
+        raise ValueError(f"optimizer: expected 'adamw' or 'muon', found {recipe.optimizer!r}")
+    return optax.chain(optax.clip_by_global_norm(recipe.clip), update)
+
+
+def _parts(draft: DFlashDraft) -> DFlashDraft:
+    """Which leaves are matrices of the backbone. The heads' tables have a row a token, few of which
+    get a gradient in a step: an update that whitens whole matrices is not for them.
+    """
+
+    def label(path: Any, _: Any) -> str:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        return "heads" if name.startswith(("markov", "confidence", "dflash2")) else "backbone"
+
+    return jax.tree_util.tree_map_with_path(label, draft)
+
+
+def start_training(draft: DFlashDraft, recipe: Recipe) -> TrainState:
+    """The state before step 0, its weights in f32."""
+    # Copies: a step donates the state, so it may share no buffer with anything else.
+    master, ema = (jax.tree.map(jnp.copy, cast(draft, jnp.float32)) for _ in range(2))
+    opt_state = make_optimizer(recipe).init(master.replace(head=None))
+    return TrainState(draft=master, ema=ema, opt_state=opt_state, step=jnp.int32(0))
+
+
+def cast(draft: DFlashDraft, dtype: jnp.dtype) -> DFlashDraft:
+    """The drafter with its floating-point leaves in `dtype`."""
+
+    def convert(leaf):
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(convert, draft)
+
+
+@partial(jax.jit, static_argnames=("recipe", "dtype"), donate_argnames=("state",))
+def train_step(
+    target: Target,
+    state: TrainState,
+    batch: Batch,
+    seed: jax.Array,
+    rate: jax.Array,
+    recipe: Recipe,
+    dtype: Any = jnp.bfloat16,
+) -> tuple[TrainState, Metrics]:
+    """One update at learning rate `rate`.
+
+    Randomness comes from (seed, step) alone, so a resumed run is the same run.
+
+    dtype: of activations and of the weights in the forward pass. A drafter's own reduced head, if
+    it has one, stays as it is.
+    """
+    optax = require("optax", "train")
+    key = jax.random.fold_in(jax.random.key(seed), state.step)
+    anchors, real = draw_anchors(key, batch, recipe.anchors)
+    features = target_features(target, batch.ids, state.draft.config.target_layer_ids)
+    master, head = state.draft.replace(head=None), state.draft.head
+
+    def objective(master):
+        draft = cast(master.replace(head=head), dtype)
+        metrics = block_metrics(target, draft, features, batch, anchors, real, recipe)
+        return metrics.loss / jnp.maximum(metrics.weight, 1e-9), metrics
+
+    slope, metrics = jax.grad(objective, has_aux=True)(master)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
+        updates, opt_state = make_optimizer(recipe).update(slope, state.opt_state, master)
+    master = optax.apply_updates(master, jax.tree.map(lambda u: rate * u, updates))
+    # Early weights are no part of the average: its memory grows with the run.
+    done = state.step.astype(jnp.float32)
+    decay = jnp.minimum(recipe.ema, (1.0 + done) / (10.0 + done))
+    ema = jax.tree.map(
+        lambda old, new: decay * old + (1 - decay) * new, state.ema.replace(head=None), master
+    )
+    state = state.replace(
+        draft=master.replace(head=head),
+        ema=ema.replace(head=head),
+        opt_state=opt_state,
+        step=state.step + 1,
+    )
+    return state, metrics
+
+
+@partial(jax.jit, static_argnames=("recipe", "dtype"))
+def eval_step(
+    target: Target,
+    draft: DFlashDraft,
+    batch: Batch,
+    recipe: Recipe,
+    dtype: Any = jnp.bfloat16,
+) -> Metrics:
+    """The metrics of a drafter on a batch; the anchors are always the same."""
+    draft = cast(draft, dtype)
+    anchors, real = draw_anchors(jax.random.key(0), batch, recipe.anchors)
+    features = target_features(target, batch.ids, draft.config.target_layer_ids)
+    return block_metrics(target, draft, features, batch, anchors, real, recipe)
+
+
+def add_metrics(parts: list[Metrics]) -> Metrics:
+    """The sum over several batches."""
+    return jax.tree.map(lambda *xs: sum(xs[1:], xs[0]), *parts)
+
+
+def save_state(state: TrainState, path: str | Path) -> None:
+    """Write everything a run needs to go on; the old file stays until the new one is whole."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = path.with_name(path.name + ".part")
+    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
+    with partial_file.open("wb") as file:
+        np.savez(file, **leaves)
+    partial_file.replace(path)
+
+
+def restore_state(state: TrainState, path: str | Path) -> TrainState:
+    """`state` with every leaf from `path`; ValueError naming one of another name or shape."""
+    with np.load(path) as stored:
+        names = [name for name, _ in named_leaves(state)]
+        if set(names) != set(stored.files):
+            odd = sorted(set(names) ^ set(stored.files))
+            raise ValueError(f"{path}: expected the leaves of this recipe, differs in {odd[0]}")
+        leaves = []
+        for name, leaf in named_leaves(state):
+            if stored[name].shape != leaf.shape:
+                raise ValueError(
+                    f"{path}: {name}: expected {list(leaf.shape)}, found {list(stored[name].shape)}"
+                )
+            leaves.append(jnp.asarray(stored[name], leaf.dtype))
+    return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def drafter_config(
+    target: Any,
+    *,
+    mask_token_id: int,
+    taps: tuple[int, ...],
+    layers: int = 3,
+    intermediate_size: int | None = None,
+    block_size: int = 8,
+) -> DFlashConfig:
+    """A plain DFlash drafter in the shape of a dense target: its heads, rope and norms."""
+    own = target.config
+    return DFlashConfig(
+        family="dflash",
+        hidden_size=own.hidden_size,
+        num_attention_heads=own.num_attention_heads,
+        num_key_value_heads=own.num_key_value_heads,
+        head_dim=own.head_dim,
+        intermediate_size=intermediate_size or own.intermediate_size,
+        num_hidden_layers=layers,
+        rms_norm_eps=own.rms_norm_eps,
+        rope=own.rope,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=taps,
+        layer_causal=(False,) * layers,
+        layer_window=(None,) * layers,
+        vocab_size=own.embedding_rows,
+        num_target_layers=own.num_hidden_layers,
+    )
+
+
+def family_config(config: DFlashConfig, family: Family, rank: int, top_k: int) -> DFlashConfig:
+    """The same backbone as a drafter of another family: DSpark with a vanilla Markov head and a
+    confidence head, DFlash2 with two-tap convolutions in groups of 16 channels and a selector.
+    """
+    spark = DSparkConfig("vanilla", rank, True, True) if family == "dspark" else None
+    group = math.gcd(16, config.hidden_size)
+    two = DFlash2Config(2, group, rank, top_k) if family == "dflash2" else None
+    return dataclasses.replace(config, family=family, dspark=spark, dflash2=two)
+
+
+def adopt_backbone(fresh: DFlashDraft, trained: DFlashDraft) -> DFlashDraft:
+    """`fresh` with the backbone of `trained`: what a family adds starts without effect."""
+    shared = ("input_norm", "qkv", "q_norm", "k_norm", "o", "post_norm", "gate_up", "down")
+    layers = [
+        new.replace(**{name: getattr(old, name) for name in shared})
+        for new, old in zip(fresh.layers, trained.layers, strict=True)
+    ]
+    return fresh.replace(
+        layers=layers, fc=trained.fc, hidden_norm=trained.hidden_norm, norm=trained.norm
+    )

@@ -1,0 +1,137 @@
+"""The target's side of a round: verify rows, accept a prefix, decide the next token.
+
+`verify` runs the one target forward of a round; `decide_greedy` and `decide_sampled` turn its
+logits into an accepted prefix and the token after it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax.propose import Proposal
+from dflash_jax.sampling import Sampler, draw, filtered_probs, product_below, residual
+from dflash_jax.targets import Target
+from dflash_jax.window import dspark_accept_prefix
+
+
+class Verified(NamedTuple):
+    """logits `[B, w, V]` (f32), taps `[B, w, taps * H]`, and the target state to commit from.
+
+    Rows past the width that ran are zeros; nothing looks at them.
+    """
+
+    logits: jax.Array
+    taps: jax.Array
+    state: Any
+
+
+class Decision(NamedTuple):
+    """tokens `[B, w]`: accepted drafts, then the target's own token; accepted `[B]`: m, so that
+    tokens 0..m are this round's gain before any limit.
+    """
+
+    tokens: jax.Array
+    accepted: jax.Array
+
+
+def verify(
+    target: Target,
+    state: Any,
+    cand: jax.Array,
+    taps: tuple[int, ...],
+    width: jax.Array,
+    widths: tuple[int, ...],
+) -> Verified:
+    """One target forward over the leading rows of `cand [B, w]`.
+
+    widths: the compiled widths, ascending, the last one w. The smallest that holds `width []`
+    runs. Each is a loop that turns at most once: a loop carries the caches in place, where the
+    branches of a `lax.switch` would copy them.
+    """
+
+    def run(state: Any, rows: int) -> Verified:
+        out, state = target.forward(state, cand[:, :rows], taps)
+        return Verified(target.logits(out.hidden), out.taps, state)
+
+    if len(widths) == 1:
+        return run(state, widths[0])
+    choice = jnp.sum(width > jnp.asarray(widths[:-1]))
+    shapes = jax.eval_shape(lambda s: run(s, widths[-1]), state)
+    empty = (jnp.zeros(s.shape, s.dtype) for s in shapes[:2])
+    carry = (choice, Verified(*empty, state))
+    for index, rows in enumerate(widths):
+
+        def body(carry, rows=rows):
+            _, before = carry
+            ran = run(before.state, rows)
+            logits = before.logits.at[:, :rows].set(ran.logits)
+            tapped = before.taps.at[:, :rows].set(ran.taps)
+            return jnp.full_like(choice, -1), Verified(logits, tapped, ran.state)
+
+        carry = jax.lax.while_loop(lambda c, index=index: c[0] == index, body, carry)
+    return carry[1]
+
+
+def decide_greedy(cand: jax.Array, logits: jax.Array, width: jax.Array) -> Decision:
+    """Accept drafts while they are the target's argmax (ties to the lower id)."""
+    vam = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    return Decision(vam, dspark_accept_prefix(cand, vam, width))
+
+
+def decide_sampled(
+    proposal: Proposal | None,
+    cand: jax.Array,
+    logits: jax.Array,
+    width: jax.Array,
+    sampler: Sampler,
+    start: jax.Array,
+) -> Decision:
+    """Rejection sampling: the committed tokens follow the target's filtered law exactly.
+
+    Args: logits `[B, w, V]`, penalised and biased; start `[B]`: position of the anchor. Draft j is
+    accepted while u * q < p; the first rejection draws from norm(max(0, p - q)), a full window
+    draws the bonus token from p.
+    """
+    probs = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, sampler.filters)
+    positions = start[:, None] + 1 + jnp.arange(cand.shape[1])
+    u_residual = sampler.uniforms("residual", positions)
+    u_bonus = sampler.uniforms("bonus", positions)
+    accepted = jnp.zeros_like(start)
+    if proposal is not None:
+        u_accept = sampler.uniforms("accept", positions[:, :-1])
+        p = jnp.take_along_axis(probs[:, :-1], cand[:, 1:, None], axis=-1)[..., 0]
+        kept = product_below(u_accept, proposal.q_chosen, p)
+        kept = kept & (jnp.arange(1, cand.shape[1]) < width[:, None])
+        accepted = jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1)
+
+    def pick(rows: jax.Array) -> jax.Array:
+        return jax.vmap(lambda r, m: r[m])(rows, accepted)
+
+    law, u = pick(probs), pick(u_bonus)
+    if proposal is not None:
+        full = accepted >= width - 1
+        # On a full window there is no rejected draft; its slot index is clipped and unused.
+        slot = jnp.minimum(accepted, cand.shape[1] - 2)
+        rejected = jax.vmap(residual)(law, _law_of(proposal, slot, law.shape[-1]))
+        law = jnp.where(full[:, None], law, rejected)
+        u = jnp.where(full, u, pick(u_residual))
+    last = jax.vmap(draw)(law, u)
+    drafts = jnp.concatenate([cand[:, 1:], cand[:, :1]], axis=1)
+    own = jnp.arange(cand.shape[1]) == accepted[:, None]
+    return Decision(jnp.where(own, last[:, None], drafts), accepted)
+
+
+def _law_of(proposal: Proposal, slot: jax.Array, vocabulary: int) -> jax.Array:
+    """The law `[B, V]` that slot `slot [B]` was drawn from."""
+
+    def at(rows: jax.Array) -> jax.Array:
+        return jax.vmap(lambda r, j: r[j])(rows, slot)
+
+    if proposal.q_dense is not None:
+        return at(proposal.q_dense)
+    if proposal.cand is not None:
+        ids, weights = at(proposal.cand), at(proposal.q_rows)
+    else:
+        ids, weights = at(proposal.tokens)[:, None], jnp.ones((slot.shape[0], 1), jnp.float32)
+    return jax.vmap(lambda i, w: jnp.zeros((vocabulary,), w.dtype).at[i].add(w))(ids, weights)

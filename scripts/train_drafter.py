@@ -1,0 +1,211 @@
+"""Train a drafter for a target on the target's own text. One command, from nothing:
+
+    python scripts/train_drafter.py --target smollm2 --out runs/smollm2 --steps 16000
+
+The target samples conversations (templated prompts, prompts it invents itself, plain text), the
+drafter learns from the target's hidden rows while they are computed, and is then measured on the
+held-out prompts. `--data FILE.jsonl` trains on given prompts and answers instead: records with
+`prompt_ids` and `answer_ids`, `messages`, or `prompt` and `answer`.
+
+A run stops cleanly at `--time-budget` seconds or `--stop-at` steps; the same command with
+`--resume` goes on where it stopped, and the result is that of a run that was never stopped.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+import jax
+
+from dflash_jax import corpus as data
+from dflash_jax import trainer
+from dflash_jax.checkpoint import compute_dtype, load_draft
+from dflash_jax.config import ARCHITECTURES
+from dflash_jax.draft import init_draft
+from dflash_jax.targets.loading import load_target
+from dflash_jax.training import (
+    Recipe,
+    Schedule,
+    adopt_backbone,
+    drafter_config,
+    family_config,
+    restore_state,
+    start_training,
+)
+
+BEGAN = time.monotonic()
+HELDOUT = Path(__file__).with_name("heldout_prompts.jsonl")
+MASK_TOKEN = "<empty_output>"  # reserved in SmolLM2's vocabulary, in none of its texts
+TAPS = (2, 9, 16, 23, 28)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = p.add_argument
+    add("--target", default="smollm2", help="smollm2, a directory or a .gguf file")
+    add("--out", type=Path, required=True, help="directory of the drafter")
+    add("--state", type=Path, help="file to resume from (default OUT.state/state.npz)")
+    add("--resume", action="store_true", help="go on from --state")
+    add("--init", type=Path, help="start from this drafter's weights and shape")
+    add("--data", type=Path, help="train on these records instead of sampled text")
+    add("--corpus", type=Path, nargs="+", help="sampled text: read where there, else written")
+    add("--rows", type=int, default=32768, help="conversations to sample")
+    add("--sample-batch", type=int, default=2048, help="conversations sampled at a time")
+    add("--sample-seconds", type=float, default=float("inf"), help="stop sampling after this")
+    add("--length", type=int, default=512, help="tokens a conversation")
+    add("--steps", type=int, default=16000, help="length of the learning-rate schedule")
+    add("--stop-at", type=int, help="stop after this step")
+    add("--time-budget", type=float, default=float("inf"), help="stop training at this second")
+    add("--batch", type=int, default=32, help="conversations a step")
+    add("--anchors", type=int, default=64, help="blocks a conversation")
+    add("--family", choices=tuple(ARCHITECTURES), default="dflash")
+    add("--rank", type=int, default=32, help="of DSpark's Markov head or DFlash2's codebooks")
+    add("--top-k", type=int, default=16, help="DFlash2's candidates a slot")
+    add("--layers", type=int, default=3)
+    add("--intermediate-size", type=int, default=1024)
+    add("--block-size", type=int, default=8)
+    add("--taps", type=int, nargs="+", default=list(TAPS), help="tapped target layers")
+    add("--mask-id", type=int, help=f"mask token (default: that of {MASK_TOKEN})")
+    add("--gamma", type=float, default=4.0, help="slot k weighs exp(-(k-1)/gamma)")
+    add("--ce", type=float, default=0.5, help="weight of the cross-entropy")
+    add("--kl", type=float, default=0.5, help="weight of KL to the target's distribution")
+    add("--l1", type=float, default=0.0, help="weight of the L1 distance to it")
+    add("--lr", type=float, default=1e-3)
+    add("--optimizer", choices=("adamw", "muon"), default="adamw")
+    add("--seed", type=int, default=0)
+    add("--heldout", type=Path, default=HELDOUT, help="prompts to report acceptance on")
+    add("--max-new-tokens", type=int, default=256, help="for the report")
+    add("--eval-every", type=int, default=250)
+    add("--storage", choices=("int8", "bf16"), default="int8")
+    return p
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command; 2 and one line on a user's error."""
+    args = parser().parse_args(argv)
+    try:
+        run(args)
+    except (ValueError, FileNotFoundError, NotImplementedError, ModuleNotFoundError) as error:
+        print(f"train_drafter: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Load, sample or read, train, measure, write the model card."""
+    say = lambda line: print(f"[{time.monotonic() - BEGAN:5.0f} s] {line}", flush=True)  # noqa: E731
+    loaded = load_target(args.target)
+    target, codec = loaded.target, loaded.text
+    say(f"target {loaded.name} on {jax.devices()[0].device_kind}")
+    sampling = data.SampleOptions(args.length, tuple(sorted({args.length // 2, args.length})))
+    records = list(data.read_records(args.heldout))
+    prompts = [data.prompt_ids(record, codec) for record in records]
+    corpus = make_corpus(args, target, codec, sampling, say)
+    heldout = trainer.heldout_batch(target, codec, prompts, sampling) if codec else None
+    state_file = args.state or args.out.with_name(args.out.name + ".state") / "state.npz"
+    recipe = Recipe(
+        anchors=args.anchors,
+        gamma=args.gamma,
+        ce=args.ce,
+        kl=args.kl,
+        l1=args.l1,
+        optimizer=args.optimizer,
+    )
+    schedule = Schedule(args.steps, args.lr)
+    state = start_training(first_draft(args, target, codec), recipe)
+    if args.resume:
+        if not state_file.is_file():
+            raise FileNotFoundError(f"--resume: expected {state_file}, found nothing")
+        state = restore_state(state, state_file)
+    options = trainer.RunOptions(
+        out=args.out,
+        state=state_file,
+        batch=args.batch,
+        seed=args.seed,
+        stop_at=args.stop_at,
+        deadline=BEGAN + args.time_budget,
+        eval_every=args.eval_every,
+        storage="int8" if args.storage == "int8" else None,
+    )
+    say(f"{len(corpus)} rows, {corpus.answer_tokens / 1e6:.2f}M answer tokens; step {state.step}")
+    state = trainer.train(target, state, corpus, heldout, recipe, schedule, options, say)
+    draft = load_draft(args.out, target)
+    kinds = [record.get("kind", "any") for record in records]
+    reports, lossless = trainer.measure(target, draft, prompts, kinds, args.max_new_tokens)
+    facts = {
+        "target": loaded.name,
+        "steps": f"{int(state.step)} of {args.steps}, {args.batch} sequences x {args.anchors} "
+        f"blocks each, learning rate {args.lr} ({args.optimizer}), seed {args.seed}",
+        "loss": f"{args.ce} cross-entropy + {args.kl} KL + {args.l1} L1 to the target, slot k weighs "
+        f"exp(-(k-1)/{args.gamma:g})",
+        "data (last session)": f"{len(corpus)} sequences of {args.length} tokens, "
+        f"{corpus.answer_tokens} answer tokens, "
+        + (f"from {args.data.name}" if args.data else "sampled from the target itself"),
+        "mask token id": draft.config.mask_token_id,
+    }
+    trainer.write_report(args.out, loaded.name, facts, reports, lossless, args.max_new_tokens)
+    for r in reports:
+        say(f"{r.kind:10s} {r.acceptance:.3f} tokens/round over {r.tokens} tokens")
+    say(f"lossless: {lossless}")
+
+
+def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
+    """Read records, or read the corpus files that exist and sample the others."""
+    if args.data:
+        end = data.chat_format(codec).to_user[:1] if codec and codec.template else ()
+        return data.corpus_from_records(data.read_records(args.data), codec, args.length, end)
+    if codec is None:
+        raise ValueError("--data: needed for a target without a tokenizer, found none")
+    parts = []
+    for number, file in enumerate(
+        args.corpus or [args.out.with_name(args.out.name + ".corpus.npz")]
+    ):
+        if not file.is_file():
+            fresh = data.generate_corpus(
+                target,
+                codec,
+                args.rows,
+                args.seed + 1000 * number,
+                batch=args.sample_batch,
+                options=sampling,
+                seconds=args.sample_seconds,
+                report=say,
+            )
+            fresh.save(file)
+        parts.append(data.Corpus.load(file))
+    return data.Corpus.join(parts)
+
+
+def first_draft(args, target, codec):
+    """A fresh drafter in the asked shape, or the one to start from."""
+    if args.init:
+        draft = load_draft(args.init, target)
+        if draft.config.family == args.family:
+            return draft
+        config = family_config(draft.config, args.family, args.rank, args.top_k)
+        fresh = init_draft(config, jax.random.key(args.seed), compute_dtype())
+        return adopt_backbone(fresh, draft)
+    mask = args.mask_id
+    if mask is None:
+        mask = codec.token_to_id(MASK_TOKEN) if codec else None
+    if mask is None:
+        raise ValueError(f"--mask-id: needed where the target has no {MASK_TOKEN}, found none")
+    config = drafter_config(
+        target,
+        mask_token_id=mask,
+        taps=tuple(args.taps),
+        layers=args.layers,
+        intermediate_size=args.intermediate_size,
+        block_size=args.block_size,
+    )
+    config = family_config(config, args.family, args.rank, args.top_k)
+    target.check_drafter(config)
+    draft = init_draft(config, jax.random.key(args.seed), compute_dtype())
+    # The head is the target's: rows that enter it start out scaled as the target scales its own.
+    return draft.replace(norm=target.norm)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
