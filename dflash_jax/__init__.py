@@ -15,6 +15,7 @@ from dflash_jax.config import (
     read_config,
     resolve_harvest,
 )
+from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
 from dflash_jax.draft import (
     DFlashDraft,
     DFlashLayer,
@@ -25,27 +26,56 @@ from dflash_jax.draft import (
     ingest_ctx,
 )
 from dflash_jax.kv import DraftKV
+from dflash_jax.markov import ConfidenceHead, MarkovHead
+from dflash_jax.propose import dflash2_propose_greedy, dflash2_propose_sampled
+from dflash_jax.sampling import SamplingParams, rejection_accept_len
+from dflash_jax.selector import (
+    DFlash2Head,
+    dflash2_walk_greedy,
+    dflash2_walk_greedy_q,
+    dflash2_walk_sampled,
+)
 from dflash_jax.session import Generation, SpecSession, generate
 from dflash_jax.targets import Target
 from dflash_jax.targets.loading import LoadedTarget, load_target
-from dflash_jax.window import dspark_accept_prefix
+from dflash_jax.window import (
+    DSparkVtPolicy,
+    dspark_accept_prefix,
+    dspark_confidence_vt,
+    dspark_slot_confidence_vt,
+)
 
 __version__ = "0.1.0"
 
 __all__ = [
     "Comparison",
+    "ConfidenceHead",
+    "DFlash2Conv",
+    "DFlash2Head",
     "DFlashConfig",
     "DFlashDraft",
     "DFlashLayer",
     "DSparkHarvest",
+    "DSparkVtPolicy",
     "DraftKV",
     "Generation",
     "LoadedTarget",
+    "MarkovHead",
+    "SamplingParams",
     "SpecSession",
     "Target",
     "compare",
     "ctx_features",
+    "d2_conv_finish",
+    "d2_conv_prepare",
+    "dflash2_propose_greedy",
+    "dflash2_propose_sampled",
+    "dflash2_walk_greedy",
+    "dflash2_walk_greedy_q",
+    "dflash2_walk_sampled",
     "dspark_accept_prefix",
+    "dspark_confidence_vt",
+    "dspark_slot_confidence_vt",
     "dspark_strategy_census",
     "forward",
     "forward_block",
@@ -55,6 +85,7 @@ __all__ = [
     "load_draft",
     "load_target",
     "read_config",
+    "rejection_accept_len",
     "resolve_harvest",
     "save_draft",
 ]

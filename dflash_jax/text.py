@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.config import read_json
 from dflash_jax.extras import require
+from dflash_jax.keys import read_json
 
 CONTROL, USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type` of special tokens and of whole words added beside the merges."""

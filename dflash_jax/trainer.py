@@ -19,11 +19,11 @@ from dflash_jax.checkpoint import compute_dtype, save_draft
 from dflash_jax.config import resolve_harvest
 from dflash_jax.corpus import Corpus
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.losses import Recipe
 from dflash_jax.session import generate
 from dflash_jax.targets import Target
 from dflash_jax.training import (
     Batch,
-    Recipe,
     Schedule,
     TrainState,
     add_metrics,

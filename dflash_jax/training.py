@@ -1,4 +1,4 @@
-"""Training a drafter against a frozen target: anchors, mask, losses and the train step.
+"""Training a drafter against a frozen target: anchors, mask and the train step.
 
 The target runs once over a batch and gives taps (the drafter's context) and hidden rows (the
 teacher). Many blocks a sequence are drafted at once: a block sees the context rows strictly before
@@ -13,7 +13,7 @@ import dataclasses
 import math
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,35 +32,8 @@ from dflash_jax.config import (
 from dflash_jax.draft import DFlashDraft, context_kv, ctx_features, layer_forward
 from dflash_jax.extras import require
 from dflash_jax.layers import rms_norm, rope_tables
-from dflash_jax.markov import ConfidenceHead, MarkovHead, confidence_raws, teacher_logits
-from dflash_jax.propose import draft_logits
-from dflash_jax.selector import DFlash2Head, hidden_projection, top_candidates
+from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
 from dflash_jax.targets import Target
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What a training run does at every step.
-
-    anchors: blocks a sequence. gamma: slot k weighs exp(-(k - 1) / gamma). ce, kl, l1: weights of
-    the cross-entropy on the text's tokens, of KL(target || drafter) and of the L1 distance between
-    the two laws. selector: of DFlash2's cross-entropy over its candidates. confidence: of DSpark's
-    binary cross-entropy against the laws' overlap. ema: decay of the averaged weights, which are
-    what is evaluated and shipped. head_rows: rows of logits held at a time.
-    """
-
-    anchors: int = 64
-    gamma: float = 4.0
-    ce: float = 0.5
-    kl: float = 0.5
-    l1: float = 0.0
-    selector: float = 1.0
-    confidence: float = 1.0
-    weight_decay: float = 0.01
-    clip: float = 1.0
-    ema: float = 0.998
-    optimizer: Literal["adamw", "muon"] = "adamw"
-    head_rows: int = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,148 +297,6 @@ def _draft_labels(draft: DFlashDraft, ids: jax.Array) -> tuple[jax.Array, jax.Ar
     true_ids = jnp.arange(draft.head.d2t.shape[0]) + draft.head.d2t
     place = jnp.searchsorted(true_ids, ids).clip(0, true_ids.shape[0] - 1)
     return place, true_ids[place] == ids
-
-
-class Heads(NamedTuple):
-    """The trainable parts that turn hidden rows into a proposal (None where a family has none)."""
-
-    markov: MarkovHead | None
-    confidence: ConfidenceHead | None
-    dflash2: DFlash2Head | None
-
-
-class Blocks(NamedTuple):
-    """N blocks to score: rows, teacher `[N, nd, H]`, the drafter's and the target's hidden rows for
-    the same tokens; previous, labels `[N, nd]` ids; weights `[N, nd]`.
-    """
-
-    rows: jax.Array
-    teacher: jax.Array
-    previous: jax.Array
-    labels: jax.Array
-    weights: jax.Array
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def head_loss(
-    recipe: Recipe, target: Target, draft: DFlashDraft, heads: Heads, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """Weighted loss of blocks through the frozen head: (sum, which choices `[N, nd]` are right).
-
-    Differentiable in `heads` and `blocks.rows`. The logits of some `recipe.head_rows` rows exist at
-    a time; their gradient is taken on the spot, in the forward pass, so that backward needs neither
-    the logits nor their recomputation.
-    """
-    return _head_pass(recipe, target, draft, heads, blocks, grad=False)[0]
-
-
-def _head_pass(recipe, target, draft, heads, blocks, *, grad):
-    count, drafts = blocks.labels.shape
-    size = min(max(1, recipe.head_rows // drafts), count)
-    padding = -count % size
-
-    def chunks(x):
-        x = jnp.pad(x, ((0, padding), *[(0, 0)] * (x.ndim - 1)))
-        return x.reshape(-1, size, *x.shape[1:])
-
-    def score(heads, rows, chunk):
-        return score_blocks(recipe, target, draft, heads, chunk._replace(rows=rows))
-
-    def step(total, chunk):
-        if not grad:
-            loss, correct = score(heads, chunk.rows, chunk)
-            return (total[0] + loss, total[1]), (correct, None)
-        slopes = jax.value_and_grad(score, argnums=(0, 1), has_aux=True)
-        (loss, correct), (of_heads, of_rows) = slopes(heads, chunk.rows, chunk)
-        of_heads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[1], of_heads)
-        return (total[0] + loss, of_heads), (correct, of_rows)
-
-    zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), heads)
-    with jax.named_scope("head_loss"):
-        total, (correct, slope) = jax.lax.scan(
-            step, (jnp.float32(0), zero), jax.tree.map(chunks, blocks)
-        )
-    slope = None if slope is None else slope.reshape(-1, *slope.shape[2:])[:count]
-    return (total[0], correct.reshape(-1, drafts)[:count]), (total[1], slope)
-
-
-def score_blocks(
-    recipe: Recipe, target: Target, draft: DFlashDraft, heads: Heads, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """The loss of whole blocks, all logits at once: (weighted sum, right choices `[n, nd]`).
-
-    Right means what inference would choose after the same tokens: the argmax, or the selector's
-    best candidate (the teacher's token is put among the candidates for the loss only).
-    """
-    logits = draft_logits(target, draft, blocks.rows)
-    if heads.markov is not None:
-        corrected = jax.vmap(teacher_logits, in_axes=(None, 0, 0, 0))
-        logits = corrected(heads.markov, logits, blocks.rows, blocks.previous)
-    log_q = jax.nn.log_softmax(logits)
-    loss = recipe.ce * -jnp.take_along_axis(log_q, blocks.labels[..., None], axis=-1)[..., 0]
-    log_p = _teacher_log_probs(target, draft, blocks.teacher)
-    if recipe.kl:
-        loss += recipe.kl * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    distance = jnp.sum(jnp.abs(jnp.exp(log_p) - jnp.exp(log_q)), axis=-1)
-    loss += recipe.l1 * distance
-    choice = jnp.argmax(logits, axis=-1)
-    if heads.confidence is not None:
-        raws = jax.vmap(confidence_raws, in_axes=(None, None, 0, 0))
-        # The head reads the rows as they are: it may not bend them to be easier to judge.
-        fixed = jax.lax.stop_gradient((heads.markov, blocks.rows))
-        raw = raws(heads.confidence, *fixed, blocks.previous)
-        overlap = jax.lax.stop_gradient(1.0 - 0.5 * distance)
-        wrong = jax.nn.softplus(raw) - overlap * raw
-        loss += recipe.confidence * wrong
-    if heads.dflash2 is not None:
-        selector_loss, choice = _score_candidates(heads.dflash2, logits, blocks)
-        loss += recipe.selector * selector_loss
-    return jnp.sum(loss * blocks.weights), choice == blocks.labels
-
-
-def _teacher_log_probs(target, draft, teacher):
-    """The target's law `[..., V]` over the draft vocabulary, in logs."""
-    wanted = jax.lax.stop_gradient(target.logits(teacher))
-    if draft.head is not None:
-        wanted = wanted[..., jnp.arange(draft.head.d2t.shape[0]) + draft.head.d2t]
-    return jax.nn.log_softmax(wanted)
-
-
-def _score_candidates(
-    head: DFlash2Head, logits: jax.Array, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """Cross-entropy over the candidates after the teacher's predecessor, and the serving choice."""
-    _, cand = top_candidates(jax.lax.stop_gradient(logits), head.top_k)
-    labels = blocks.labels[..., None]
-    missing = (cand != labels).all(axis=-1)
-    offered = cand.at[..., -1].set(jnp.where(missing, labels[..., 0], cand[..., -1]))
-    unary = jnp.take_along_axis(logits, offered, axis=-1)
-    weights = head.predecessor[blocks.previous].astype(jnp.float32)
-    weights = weights * hidden_projection(head, blocks.rows)
-    pairs = jnp.sum(weights[..., None, :] * head.successor[offered].astype(jnp.float32), axis=-1)
-    scores = unary + pairs
-    gold = jnp.argmax(offered == labels, axis=-1)[..., None]
-    loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), gold, axis=-1)[..., 0]
-    inserted = missing[..., None] & (jnp.arange(head.top_k) == head.top_k - 1)
-    best = jnp.argmax(jnp.where(inserted, -jnp.inf, scores), axis=-1)[..., None]
-    return loss, jnp.take_along_axis(offered, best, axis=-1)[..., 0]
-
-
-def _head_loss_forward(recipe, target, draft, heads, blocks):
-    out, slopes = _head_pass(recipe, target, draft, heads, blocks, grad=True)
-    kinds = jax.tree.map(lambda x: jnp.zeros((), x.dtype), heads)
-    return out, (slopes, kinds)
-
-
-def _head_loss_backward(recipe, saved, cotangent):
-    (of_heads, of_rows), kinds = saved
-    scale = cotangent[0]
-    of_heads = jax.tree.map(lambda g, kind: (scale * g).astype(kind.dtype), of_heads, kinds)
-    of_rows = (scale * of_rows.astype(jnp.float32)).astype(of_rows.dtype)
-    return None, None, of_heads, Blocks(of_rows, None, None, None, None)
-
-
-head_loss.defvjp(_head_loss_forward, _head_loss_backward)
 
 
 def make_optimizer(recipe: Recipe) -> Any:

@@ -23,9 +23,9 @@ from dflash_jax import trainer
 from dflash_jax.checkpoint import compute_dtype, load_draft
 from dflash_jax.config import ARCHITECTURES
 from dflash_jax.draft import init_draft
+from dflash_jax.losses import Recipe
 from dflash_jax.targets.loading import load_target
 from dflash_jax.training import (
-    Recipe,
     Schedule,
     adopt_backbone,
     drafter_config,
@@ -138,9 +138,10 @@ def run(args: argparse.Namespace) -> None:
         "target": loaded.name,
         "steps": f"{int(state.step)} of {args.steps}, {args.batch} sequences x {args.anchors} "
         f"blocks each, learning rate {args.lr} ({args.optimizer}), seed {args.seed}",
-        "loss": f"{args.ce} cross-entropy + {args.kl} KL + {args.l1} L1 to the target, slot k weighs "
-        f"exp(-(k-1)/{args.gamma:g})",
-        "data (last session)": f"{len(corpus)} sequences of {args.length} tokens, "
+        "loss": f"{args.ce} cross-entropy + {args.kl} KL + {args.l1} L1 to the target, "
+        f"slot k weighs exp(-(k-1)/{args.gamma:g})",
+        "started from": args.init or "random weights",
+        "data (of this run)": f"{len(corpus)} sequences of {args.length} tokens, "
         f"{corpus.answer_tokens} answer tokens, "
         + (f"from {args.data.name}" if args.data else "sampled from the target itself"),
         "mask token id": draft.config.mask_token_id,

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 
 from dflash_jax.checkpoint import assemble, check_shapes, compute_dtype, listing, read_leaves
-from dflash_jax.config import Keys, RopeConfig
+from dflash_jax.config import RopeConfig
 from dflash_jax.extras import require
+from dflash_jax.keys import Keys
 from dflash_jax.layers import rope_frequencies
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 from dflash_jax.targets.hf import table

@@ -16,7 +16,8 @@ from dflash_jax.checkpoint import (
     listing,
     read_leaves,
 )
-from dflash_jax.config import LAYER_TYPES, Keys, parse_rope, read_json
+from dflash_jax.config import LAYER_TYPES, parse_rope
+from dflash_jax.keys import Keys, read_json
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 
 MODEL_TYPES = ("llama", "qwen3")
