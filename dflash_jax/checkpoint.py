@@ -394,6 +394,11 @@ def _census(
             f"another {listing(foreign)}"
         )
     own_head = _own_head(files, target)
+    if own_head and config.dspark is not None and config.dspark.markov_rank:
+        raise NotImplementedError(
+            f"{files.directory}: d2t: expected none beside a Markov head, which spans the target's "
+            "vocabulary, found one"
+        )
     consumed = set(TARGET_COPIES) | (set(HEAD_TABLE) if own_head else set())
     left = sorted(extra - consumed)
     if left and config.family != "dflash":

@@ -376,6 +376,14 @@ def check_against_target(
             f"num_target_layers: the drafter expects {config.num_target_layers}, "
             f"found a target with {num_layers} layers"
         )
+    rows, markov = config.vocab_size, config.dspark is not None and config.dspark.markov_rank
+    short = config.dflash2 is not None and rows is not None and rows < embedding_rows
+    if short or (markov and rows != embedding_rows):
+        # The family's tables have a row a token; an index past the last would clamp silently.
+        raise ValueError(
+            f"vocab_size: the drafter's tables have {rows} rows, found a target with "
+            f"{embedding_rows}"
+        )
     if config.mask_token_id >= embedding_rows:
         raise ValueError(
             f"mask_token_id: expected an id below the target's {embedding_rows} embedding rows, "

@@ -209,7 +209,8 @@ def export_tail(
         # A ring holds `ring_rows` before its end; what lies further back may be overwritten.
         count = min(count, max(0, kv.ring_rows - (length - upto)))
         if count < min(max(w for w in config.layer_window if w is not None) - 1, upto - floor):
-            raise ValueError(f"upto: expected at least {length - config.block_size}, found {upto}")
+            earliest = length - config.block_size - 1
+            raise ValueError(f"upto: expected at least {earliest}, found {upto}")
     wanted = np.arange(upto - count, upto)
 
     def rows(leaf: jax.Array, layer: int) -> np.ndarray:
@@ -230,7 +231,9 @@ def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
     """
     shape = (config.num_key_value_heads, config.head_dim)
     if len(tail.k) != len(kv.k) or len(tail.v) != len(kv.v):
-        raise ValueError(f"tail: expected {len(kv.k)} layers, found {len(tail.k)}")
+        raise ValueError(
+            f"tail: expected {len(kv.k)} layers, found {len(tail.k)} of k and {len(tail.v)} of v"
+        )
     for leaf in (*tail.k, *tail.v):
         if (leaf.shape[0], leaf.shape[2]) != shape:
             found = (leaf.shape[0], leaf.shape[2])

@@ -17,6 +17,8 @@ import numpy as np
 from flax import struct
 
 GREEDY_TEMPERATURE = 1e-5
+DIGIT = 4
+"""Bits of a float that one step of `leading` settles."""
 EVENTS = ("draft", "accept", "residual", "bonus")
 Event = Literal["draft", "accept", "residual", "bonus"]
 RANGES = {
@@ -72,19 +74,41 @@ def filtered_probs(logits: jax.Array, filters: Filters) -> jax.Array:
     vocabulary = logits.shape[-1]
     greedy = filters.temperature <= GREEDY_TEMPERATURE
     x = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, filters.temperature)
-    order = jnp.argsort(-x, stable=True)
-    ranked = x[order]
-    rank = jnp.arange(vocabulary)
-    k = jnp.where((filters.top_k <= 0) | (filters.top_k >= vocabulary), vocabulary, filters.top_k)
-    keep = rank < k
-    probs = jax.nn.softmax(jnp.where(keep, ranked, -jnp.inf))
-    before = jnp.cumsum(probs) - probs
-    keep = keep & ((before < filters.top_p) | (rank == 0) | (filters.top_p >= 1))
-    probs = jnp.where(keep, probs, 0.0)
-    probs = jnp.where(probs >= filters.min_p * probs[0], probs, 0.0)
-    probs = probs / probs.sum()
-    probs = jnp.where(greedy, (rank == 0).astype(jnp.float32), probs)
-    return jnp.zeros_like(probs).at[order].set(probs, unique_indices=True)
+    k = jnp.where((filters.top_k <= 0) | greedy, vocabulary, filters.top_k)
+    kept = leading(x, jnp.ones_like(x), k.astype(jnp.float32), k < vocabulary)
+    x = jnp.where(kept, x, -jnp.inf)
+    probs = jax.nn.softmax(x)
+    kept = leading(x, probs, filters.top_p, (filters.top_p < 1) & ~greedy)
+    probs = jnp.where(kept, probs, 0.0)
+    probs = jnp.where(probs >= filters.min_p * probs.max(), probs, 0.0)
+    best = jax.nn.one_hot(jnp.argmax(logits), vocabulary)
+    return jnp.where(greedy, best, probs / probs.sum())
+
+
+def leading(x: jax.Array, weight: jax.Array, limit: jax.Array, active: jax.Array) -> jax.Array:
+    """Mask `[V]` of the entries that, in descending order of `x [V]` (ties: lower index first),
+    have less than `limit` of the non-negative `weight [V]` before them. All where not `active`.
+
+    Without a sort, which takes ten times as long: the last value that stays is found digit by
+    digit, in the integers that order as floats do.
+    """
+    bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
+    sign = np.uint32(1 << 31)
+    key = jnp.where(bits >= sign, ~bits, bits | sign)
+    digits = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
+
+    def narrow(step: jax.Array, low: jax.Array) -> jax.Array:
+        """The greatest `low` so far whose entries from it upwards still weigh `limit`."""
+        shift = (32 - DIGIT * (step + 1)).astype(jnp.uint32)
+        from_here = key >= (low | (digits << shift))[:, None]
+        reached = jnp.where(from_here, weight, 0.0).sum(axis=-1) >= limit
+        return low | (reached.sum().astype(jnp.uint32) << shift)
+
+    steps = jnp.where(active, 32 // DIGIT, 0)
+    last = jax.lax.fori_loop(0, steps, narrow, jnp.uint32(0))
+    above, tied = key > last, jnp.where(key == last, weight, 0.0)
+    before = jnp.where(above, weight, 0.0).sum() + jnp.cumsum(tied) - tied
+    return above | ((key == last) & (before < limit))
 
 
 def inverse_cdf(probs: jax.Array, u: jax.Array) -> jax.Array:

@@ -61,6 +61,14 @@ class Generation:
         return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
 
     @property
+    def slot_acceptance(self) -> list[float]:
+        """For each draft slot, the share of the rounds that verified it in which it was kept."""
+        rounds = list(zip(self.acceptance_lengths, self.verify_widths, strict=True))
+        slots = range(1, max(self.verify_widths, default=1))
+        kept = [[gain > slot for gain, width in rounds if width > slot] for slot in slots]
+        return [sum(rounds) / len(rounds) for rounds in kept]
+
+    @property
     def tokens_per_second(self) -> float:
         """Tokens gained in rounds over the rounds' wall time; 0.0 where there was no round."""
         return sum(self.acceptance_lengths) / self.seconds if self.rounds else 0.0

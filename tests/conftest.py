@@ -1,0 +1,21 @@
+"""Strict dtype promotion for the whole suite, the scripts' directory on the path, and a clean
+compiler between modules.
+"""
+
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+# A silent int -> float or f32 -> f64 promotion is a bug; say every cast.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Hundreds of compiled programs held to the end cost gigabytes, and slow each collection."""
+    yield
+    jax.clear_caches()

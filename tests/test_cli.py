@@ -1,0 +1,348 @@
+"""The command line, in process, on the tiny trained models (token ids: they have no tokenizer)."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+from families import FAMILIES, ORACLES, trained
+from safetensors.numpy import load_file
+
+from dflash_jax import generate, load_draft
+from dflash_jax.checkpoint import named_leaves
+from dflash_jax.cli import main
+from dflash_jax.sampling import SamplingParams
+from dflash_jax.window import DSparkVtPolicy
+
+TINY = ORACLES / "tiny"
+PROMPT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
+IDS = " ".join(map(str, PROMPT))
+COUNT = 24
+TARGET = ("--target", str(TINY / "target"))
+
+
+def command(*options, draft="dflash", prompt=IDS, count=COUNT):
+    draft = str(TINY / draft) if draft in FAMILIES else draft
+    arguments = ["generate", prompt, *TARGET, "--draft", draft, "--ids"]
+    return [*arguments, "--max-new-tokens", str(count), *map(str, options)]
+
+
+@pytest.fixture
+def cli(capsys):
+    """Runs a command that must succeed; gives what it printed."""
+
+    def run(*args, **kwargs):
+        capsys.readouterr()
+        assert main(command(*args, **kwargs)) == 0
+        captured = capsys.readouterr()
+        assert captured.err == ""
+        return captured.out
+
+    return run
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must be refused: status 2, nothing printed, one line of reason."""
+
+    def run(*args, **kwargs):
+        capsys.readouterr()
+        assert main(command(*args, **kwargs)) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("dflash-jax: ")
+        assert captured.err.count("\n") == 1
+        return captured.err
+
+    return run
+
+
+def expected(family="dflash", count=COUNT, **options):
+    target, draft = trained(family)
+    return generate(target, draft, PROMPT, count, **options)
+
+
+# --- generate -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_generation_is_printed_with_its_figures(cli, family):
+    ids, figures = cli(draft=family).splitlines()
+    out = expected(family)
+    assert [int(word) for word in ids.split()] == out.token_ids
+    assert figures.startswith(
+        f"[acceptance length {out.mean_acceptance_length:.2f}, {COUNT} tokens "
+    )
+    assert figures.endswith(" tok/s]")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_json_is_one_object_with_everything(cli, family):
+    report = json.loads(cli("--json", draft=family))
+    out = expected(family)
+    assert report["token_ids"] == out.token_ids
+    assert report["acceptance_lengths"] == out.acceptance_lengths
+    assert report["mean_acceptance_length"] == out.mean_acceptance_length
+    assert (report["emitted"], report["rounds"]) == (COUNT, out.rounds)
+    assert (report["drafted"], report["accepted"]) == (out.drafted, out.accepted)
+    assert (report["prompt_tokens"], report["finish_reason"]) == (len(PROMPT), "length")
+    assert report["family"] == family
+    assert report["dtype"] == "float32"
+    assert report["text"] is None
+    assert report["device"].startswith("cpu")
+    assert set(report["versions"]) >= {"dflash-jax", "jax"}
+    assert (report["plain"], report["lossless"], report["speedup"]) == (None, None, None)
+    for name in ("seconds", "prefill_seconds", "compile_seconds", "tokens_per_second"):
+        assert report[name] > 0
+
+
+def test_compare_says_whether_it_is_lossless_and_how_fast(cli):
+    report = json.loads(cli("--compare", "--json", draft="dflash2"))
+    assert report["lossless"] is True
+    assert report["plain"]["token_ids"] == report["token_ids"]
+    assert report["speedup"] > 0
+    assert report["plain_difference"] is None
+    text = cli("--compare", draft="dflash2")
+    assert "lossless yes" in text
+    assert "speedup " in text
+
+
+def test_plain_decoding(cli):
+    report = json.loads(cli("--json", draft="none"))
+    target, _ = trained("dflash")
+    assert report["token_ids"] == generate(target, None, PROMPT, COUNT).token_ids
+    assert (report["drafted"], report["family"]) == (0, None)
+
+
+def test_a_prompt_from_standard_input_and_commas(cli, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(", ".join(map(str, PROMPT)) + "\n"))
+    assert json.loads(cli("--json", prompt="-"))["token_ids"] == expected().token_ids
+
+
+def test_streaming_prints_the_same_tokens(cli):
+    ids, figures = cli("--stream").splitlines()
+    assert [int(word) for word in ids.split()] == expected().token_ids
+    assert "acceptance length" in figures
+
+
+def test_stop_tokens_are_added_to_the_targets(cli):
+    whole = expected().token_ids
+    report = json.loads(cli("--json", "--stop", whole[5], "--stop", 263))
+    assert report["token_ids"] == whole[: whole.index(whole[5]) + 1]
+    assert report["finish_reason"] == "stop"
+
+
+def test_sizes(cli):
+    report = json.loads(cli("--json", "--block-size", 4, "--verify-width", 3, "--capacity", 70))
+    out = expected(block_size=4, verify_width=3, capacity=70)
+    assert report["acceptance_lengths"] == out.acceptance_lengths
+    assert report["token_ids"] == out.token_ids
+    assert (report["emitted"], report["finish_reason"]) == (out.emitted, "capacity")
+
+
+def test_the_other_harvest_changes_drafts_but_no_token(cli):
+    report = json.loads(cli("--json", "--harvest", "dflash", draft="dspark"))
+    out = expected("dspark", harvest="dflash")
+    assert report["token_ids"] == out.token_ids == expected("dspark").token_ids
+    assert report["acceptance_lengths"] == out.acceptance_lengths
+
+
+@pytest.mark.parametrize(
+    ("options", "policy"),
+    [
+        (("--window-policy", "fixed"), DSparkVtPolicy("fixed")),
+        (("--window-policy", "ladder"), DSparkVtPolicy("ladder")),
+        (("--window-policy", "confidence", "--tau", 0.05), DSparkVtPolicy("confidence", 0.05)),
+        (("--window-policy", "confidence-slot"), DSparkVtPolicy("confidence-slot", 0.5)),
+    ],
+    ids=lambda x: x.kind if isinstance(x, DSparkVtPolicy) else "",
+)
+def test_window_policies(cli, options, policy):
+    report = json.loads(cli("--json", *options, draft="dspark"))
+    out = expected("dspark", policy=policy)
+    assert report["acceptance_lengths"] == out.acceptance_lengths
+    assert report["drafted"] == out.drafted
+    assert report["token_ids"] == out.token_ids
+
+
+def test_sampling_flags(cli):
+    flags = {
+        "temperature": 0.8,
+        "top_k": 20,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "repeat_penalty": 1.1,
+        "frequency_penalty": 0.1,
+        "presence_penalty": 0.2,
+        "seed": 7,
+    }
+    options = [x for name, value in flags.items() for x in ("--" + name.replace("_", "-"), value)]
+    report = json.loads(cli("--json", *options, draft="dflash2"))
+    out = expected("dflash2", sampling=SamplingParams(**flags))
+    assert report["token_ids"] == out.token_ids
+    assert report["acceptance_lengths"] == out.acceptance_lengths
+    assert report["token_ids"] != expected("dflash2").token_ids
+    again = json.loads(cli("--json", *options, draft="dflash2"))
+    assert again["token_ids"] == report["token_ids"]
+    other = json.loads(cli("--json", *options[:-1], 8, draft="dflash2"))
+    assert other["token_ids"] != report["token_ids"]
+
+
+def test_greedy_penalties(cli):
+    options = ("--repeat-penalty", 1.5, "--presence-penalty", 0.5)
+    report = json.loads(cli("--json", "--compare", *options))
+    params = SamplingParams(repeat_penalty=1.5, presence_penalty=0.5)
+    assert report["token_ids"] == expected(sampling=params).token_ids
+    assert report["lossless"] is True
+    assert report["token_ids"] != expected().token_ids
+
+
+# --- refusals -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--top-k", 5), "--top-k: expected --temperature above 0, found greedy decoding"),
+        (("--top-p", 0.5), "--top-p: expected --temperature above 0"),
+        (("--min-p", 0.1), "--min-p: expected --temperature above 0"),
+        (("--seed", 3), "--seed: expected --temperature above 0"),
+        (("--temperature", 1e-6, "--seed", 3), "--seed: expected --temperature above 0"),
+        (("--temperature", -1), "temperature: expected a number from 0 to inf, found -1.0"),
+        (("--temperature", 1, "--top-p", 1.5), "top_p: expected a number from 0 to 1, found 1.5"),
+        (("--temperature", 1, "--top-k", -3), "top_k: expected an integer from 0"),
+        (("--temperature", 1, "--min-p", "nan"), "min_p: expected a number from 0 to 1, found nan"),
+        (("--temperature", 1, "--seed", 2**32), "seed: expected an integer from 0"),
+        (("--repeat-penalty", 0), "repeat_penalty: expected more than 0, found 0"),
+        (("--compare", "--temperature", 1), "--compare: expected greedy decoding, found --temper"),
+        (("--tau", 0.5), "--tau: expected --window-policy confidence or confidence-slot, found no"),
+        (("--window-policy", "ladder", "--tau", 0.5), "--tau: expected --window-policy confidence"),
+        (("--window-policy", "confidence"), "window policy 'confidence': expected a drafter with"),
+        (("--block-size", 9), "block_size: expected 2..8, found 9"),
+        (("--verify-width", 1), "verify_width: expected 2..8, found 1"),
+        (("--harvest", "dspak"), "harvest: expected 'dflash' or 'dspark', found 'dspak'"),
+        (("--capacity", 10), "prompt: expected at most 10 tokens (capacity), found 60"),
+        (("--stop", "<end>"), "--stop: expected a token of the vocabulary or an id, found '<end>'"),
+        (("--dtype", "float32", "--capacity", 0), "capacity: expected 1..1024, found 0"),
+    ],
+    ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "",
+)
+def test_options_that_cannot_be_honoured(refused, options, message):
+    assert message in refused(*options)
+
+
+def test_tau_lies_between_0_and_1(refused):
+    options = ("--window-policy", "confidence", "--tau", 1)
+    assert "tau: expected a number between 0 and 1, found 1.0" in refused(*options, draft="dspark")
+
+
+def test_dflash2_is_mask_fill(refused):
+    assert "a DFlash2 checkpoint is mask-fill" in refused("--harvest", "dspark", draft="dflash2")
+
+
+@pytest.mark.parametrize(
+    "option",
+    [("--block-size", 4), ("--verify-width", 3), ("--harvest", "dflash"),
+     ("--window-policy", "ladder")],
+    ids=lambda o: o[0],
+)  # fmt: skip
+def test_drafting_options_need_a_drafter(refused, option):
+    message = refused(*option, draft="none")
+    assert f"{option[0]}: expected a drafter to apply it to, found --draft none" in message
+
+
+def test_compare_needs_a_drafter(refused):
+    assert "--compare: expected a drafter to compare with" in refused("--compare", draft="none")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("1 2 three", "PROMPT: expected token ids (--ids), found '1 2 three'"),
+        ("", "prompt: expected at least one token, found an empty one"),
+        ("1 264", "prompt 0: expected ids in 0..263, found 264"),
+        ("1 -2", "prompt 0: expected ids in 0..263, found -2"),
+    ],
+)
+def test_prompts_that_are_not_token_ids(refused, prompt, message):
+    assert message in refused(prompt=prompt)
+
+
+def test_budgets_are_positive(refused):
+    assert "max_new_tokens: expected a positive integer, found 0" in refused(count=0)
+
+
+def test_text_needs_a_tokenizer(capsys):
+    arguments = [a for a in command() if a != "--ids"]
+    assert main(arguments) == 2
+    assert "expected a tokenizer beside it (or --ids), found none" in capsys.readouterr().err
+
+
+def test_another_target_has_no_default_drafter(capsys):
+    assert main(["generate", IDS, *TARGET, "--ids"]) == 2
+    assert "--draft: expected a drafter for " in capsys.readouterr().err
+
+
+def test_missing_models_are_named(refused, capsys):
+    message = refused(draft="nowhere")
+    assert "drafter: expected a directory or one of " in message
+    assert "'nowhere'" in message
+    assert main(["generate", IDS, "--target", "nowhere", "--draft", "none", "--ids"]) == 2
+    error = capsys.readouterr().err
+    assert "nowhere" in error
+    assert error.count("\n") == 1
+
+
+def test_a_drafter_of_another_target_is_refused(refused):
+    draft = str(ORACLES / "stages" / "dspark_vanilla" / "checkpoint")
+    assert "hidden_size: the drafter expects 64" in refused(draft=draft)
+
+
+# --- export ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_export_writes_bf16_tensors_under_their_names(family, tmp_path, capsys):
+    out = tmp_path / "exported"
+    assert main(["export", "--draft", str(TINY / family), "--out", str(out)]) == 0
+    assert f"{family} drafter, bf16" in capsys.readouterr().out
+    ours, theirs = (load_file(d / "model.safetensors") for d in (out, TINY / family))
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        assert tensor.dtype.name == "bfloat16"
+        np.testing.assert_array_equal(tensor, theirs[name])
+    again = load_draft(out, trained(family)[0])
+    assert again.config == trained(family)[1].config
+    for (path, a), (_, b) in zip(
+        named_leaves(again), named_leaves(trained(family)[1]), strict=True
+    ):
+        np.testing.assert_array_equal(a, b, err_msg=path)
+
+
+def test_export_needs_a_drafter_and_a_directory(tmp_path, capsys):
+    assert main(["export", "--draft", "nowhere", "--out", str(tmp_path)]) == 2
+    assert "drafter: expected a directory or one of" in capsys.readouterr().err
+    file = tmp_path / "file"
+    file.write_text("")
+    assert main(["export", "--draft", str(TINY / "dflash"), "--out", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+# --- the parser -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["answer"], ["generate"], command("--beam", 4), command("--top-k", "many")]
+)
+def test_bad_usage_exits_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(arguments)
+    assert exit.value.code == 2
+    assert "error" in capsys.readouterr().err
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["--version"])
+    assert exit.value.code == 0
+    assert capsys.readouterr().out.startswith("dflash-jax ")

@@ -1,0 +1,270 @@
+"""Verify-window policies: the tables, the defaults, and the widths of real rounds."""
+
+import dataclasses
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import trained
+
+from dflash_jax import SpecSession, generate
+from dflash_jax.round import propose_block
+from dflash_jax.window import (
+    DSparkVtPolicy,
+    PolicyKind,
+    choose_vt,
+    dspark_confidence_vt,
+    dspark_slot_confidence_vt,
+    ladder_vt,
+    resolve_policy,
+)
+
+TEXT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
+POLICIES = [
+    DSparkVtPolicy("fixed"),
+    DSparkVtPolicy("ladder"),
+    DSparkVtPolicy("confidence", 0.05),
+    DSparkVtPolicy("confidence-slot", 0.3),
+]
+
+
+def raws(*probabilities):
+    """Pre-sigmoid scores of the given confidences."""
+    p = np.asarray(probabilities, np.float64)
+    return jnp.asarray(np.log(p / (1 - p)), jnp.float32)
+
+
+# --- tables --------------------------------------------------------------------------------------
+
+FALLING = [0.9, 0.8, 0.9, 0.9, 0.9, 0.9, 0.9]
+DIP = [0.9, 0.9, 0.3, 0.9, 0.9, 0.9, 0.9]
+FORMS = {"survival": dspark_confidence_vt, "slot": dspark_slot_confidence_vt}
+
+
+@pytest.mark.parametrize(
+    ("slots", "form", "tau", "cap", "vt"),
+    [
+        (FALLING, "survival", 0.5, 8, 6),
+        (FALLING, "survival", 0.7, 8, 3),
+        (FALLING, "survival", 0.05, 8, 8),
+        (FALLING, "slot", 0.5, 8, 8),
+        (DIP, "slot", 0.5, 8, 3),
+        (DIP, "slot", 0.95, 8, 2),
+        ([0.1] * 3, "survival", 0.5, 8, 2),
+        ([0.1] * 3, "slot", 0.5, 8, 2),
+        ([0.99] * 7, "survival", 0.5, 5, 5),
+        ([0.99] * 7, "slot", 0.5, 5, 5),
+        ([], "survival", 0.5, 8, 2),
+        ([], "slot", 0.5, 8, 2),
+        ([0.99] * 7, "slot", 0.5, 1, 2),
+        ([0.99] * 7, "survival", 0.5, 2, 2),
+    ],
+)
+def test_confidence_widths(slots, form, tau, cap, vt):
+    scores = raws(*slots)
+    for compiled in (False, True):
+        function = jax.jit(FORMS[form], static_argnums=2) if compiled else FORMS[form]
+        width = function(scores, tau, cap)
+        assert width == vt
+        assert width.dtype == jnp.int32
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_equality_keeps_the_slot(form):
+    """sigmoid(0) is one half exactly, and so are its powers."""
+    halves = jnp.zeros(3)
+    assert FORMS[form](halves, 0.5, 8) == (2 if form == "survival" else 4)
+    assert FORMS["survival"](halves, 0.25, 8) == 3
+    assert FORMS["survival"](halves, 0.125, 8) == 4
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_thresholds_near_the_ends(form):
+    """Near 0 the whole block, near 1 the least width."""
+    scores = raws(*[0.7] * 7)
+    assert FORMS[form](scores, 1e-6, 8) == 8
+    assert FORMS[form](scores, 1 - 1e-6, 8) == 2
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_extreme_scores_are_certain(form):
+    assert FORMS[form](jnp.asarray([1e30, 1e30, -1e30, 1e30]), 0.5, 8) == 3
+    assert FORMS[form](jnp.asarray([jnp.inf, -jnp.inf]), 0.5, 8) == 2
+
+
+def test_the_ladder_climbs_two_rows_past_the_last_acceptance():
+    assert [int(ladder_vt(jnp.int32(m), 8)) for m in range(8)] == [3, 3, 4, 5, 6, 7, 8, 8]
+    assert [int(ladder_vt(jnp.int32(m), 2)) for m in range(2)] == [2, 2]
+    assert [int(ladder_vt(jnp.int32(m), 3)) for m in range(3)] == [3, 3, 3]
+
+
+def test_each_policy_reads_what_it_should():
+    scores = raws(0.9, 0.9, 0.3, 0.9, 0.9, 0.9, 0.9)
+
+    def vt(kind, accepted=1, tau=0.5, scores=scores):
+        return int(choose_vt(DSparkVtPolicy(kind, tau), scores, jnp.int32(accepted), 8))
+
+    assert [vt("fixed", m) for m in (-1, 0, 7)] == [8, 8, 8]
+    assert [vt("ladder", m) for m in (-1, 0, 1, 2, 7)] == [8, 3, 3, 4, 8]  # the cap comes first
+    assert vt("confidence", tau=0.2) == 5  # .9 .81 .243 .2187 | .197
+    assert vt("confidence-slot", tau=0.2) == 8
+    assert vt("fixed", scores=None) == vt("ladder", 6, scores=None) == 8
+
+
+# --- which policy ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("is_dspark", "has_confidence", "kind", "tau"),
+    [
+        (True, True, "confidence-slot", 0.5),
+        (True, False, "ladder", 0.5),
+        (False, False, "fixed", 0.5),
+    ],
+)
+def test_defaults(is_dspark, has_confidence, kind, tau):
+    policy = resolve_policy(None, is_dspark=is_dspark, has_confidence=has_confidence)
+    assert policy == DSparkVtPolicy(kind, tau)
+
+
+@pytest.mark.parametrize("kind", ["confidence", "confidence-slot"])
+def test_a_confidence_policy_needs_a_head(kind):
+    policy = DSparkVtPolicy(kind, 0.5)
+    assert policy.needs_confidence
+    assert resolve_policy(policy, is_dspark=True, has_confidence=True) is policy
+    with pytest.raises(ValueError, match=f"window policy '{kind}': expected a drafter with a conf"):
+        resolve_policy(policy, is_dspark=True, has_confidence=False)
+    for family in ("dflash", "dflash2"):
+        with pytest.raises(ValueError, match=f"window policy '{kind}'"):
+            SpecSession(*trained(family), policy=policy)
+
+
+@pytest.mark.parametrize("kind", ["fixed", "ladder"])
+@pytest.mark.parametrize("is_dspark", [False, True])
+def test_the_other_policies_suit_every_family(kind, is_dspark):
+    policy = DSparkVtPolicy(kind)
+    assert resolve_policy(policy, is_dspark=is_dspark, has_confidence=False) is policy
+
+
+@pytest.mark.parametrize("tau", [0, 1, -0.5, 2, float("nan"), float("inf")])
+def test_tau_lies_between_0_and_1(tau):
+    with pytest.raises(ValueError, match="tau: expected a number between 0 and 1, found"):
+        DSparkVtPolicy("confidence", tau)
+
+
+@pytest.mark.parametrize("kind", ["slot", "Fixed", "", None])
+def test_an_unknown_policy_is_refused(kind):
+    with pytest.raises(ValueError, match="window policy: expected one of fixed, ladder, conf"):
+        DSparkVtPolicy(kind)
+
+
+# --- real rounds ----------------------------------------------------------------------------------
+
+_propose_block = jax.jit(propose_block, static_argnames=("plan",))
+
+
+def rounds(session):
+    """Step by step: (the round's confidences, width, drafts accepted), one sequence."""
+    taken = []
+    while not session.done:
+        proposal, _ = _propose_block(session.target, session.draft, session.state, session.plan)
+        session.burst(1)
+        taken.append((proposal.raws[0], int(session.state.accepted[0])))
+    widths = session.results()[0].verify_widths
+    return [(*step, width) for step, width in zip(taken, widths, strict=True)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.kind)
+def test_the_width_of_a_round_follows_from_that_rounds_confidences(policy):
+    """Of this round, and of the last one's acceptance for the ladder: never of its own verify."""
+    session = SpecSession(*trained("dspark"), policy=policy)
+    session.open([TEXT], 60)
+    cap, before, seen = session.plan.verify_width, -1, set()
+    for scores, accepted, width in rounds(session):
+        expected = int(choose_vt(policy, scores, jnp.int32(before), cap))
+        assert width == expected
+        assert accepted <= width - 1
+        before, seen = accepted, seen | {width}
+    assert cap == 9
+    assert (len(seen) > 1) == (policy.kind != "fixed")
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda p: p.kind)
+def test_no_policy_and_no_choice_of_compiled_widths_changes_a_token(policy):
+    target, draft = trained("dspark")
+    widest, narrow = (
+        generate(target, draft, TEXT, 60, policy=policy, widths=widths) for widths in (None, (3, 5))
+    )
+    assert widest.token_ids == narrow.token_ids == generate(target, None, TEXT, 60).token_ids
+    assert widest.verify_widths == narrow.verify_widths
+    assert widest.acceptance_lengths == narrow.acceptance_lengths
+    assert narrow.drafted == sum(width - 1 for width in narrow.verify_widths)
+    assert narrow.accepted == sum(gain - 1 for gain in narrow.acceptance_lengths)
+
+
+@pytest.mark.parametrize("widths", [None, (3, 5)], ids=str)
+def test_each_row_of_a_batch_keeps_its_own_width(widths):
+    target, draft = trained("dspark")
+    prompts, budgets = [TEXT, TEXT[5:30], TEXT[:9]], [50, 20, 35]
+    policy = POLICIES[3]
+    together = generate(target, draft, prompts, budgets, policy=policy, widths=widths)
+    for prompt, budget, out in zip(prompts, budgets, together, strict=True):
+        alone = generate(target, draft, prompt, budget, policy=policy)
+        assert out.token_ids == alone.token_ids
+        assert out.verify_widths == alone.verify_widths
+    assert len({tuple(out.verify_widths[:7]) for out in together}) == 3
+
+
+def test_acceptance_by_slot_counts_the_rounds_that_verified_it():
+    out = generate(*trained("dspark"), TEXT, 60, policy=POLICIES[3])
+    rounds = list(zip(out.acceptance_lengths, out.verify_widths, strict=True))
+    assert len(out.slot_acceptance) == max(out.verify_widths) - 1
+    for slot, rate in enumerate(out.slot_acceptance, start=1):
+        verified = [gain for gain, width in rounds if width > slot]
+        assert rate == sum(gain > slot for gain in verified) / len(verified)
+    assert 0 < out.slot_acceptance[0] < 1
+    assert generate(trained("dspark")[0], None, TEXT, 3).slot_acceptance == []
+
+
+@pytest.mark.parametrize("policy", [POLICIES[1], POLICIES[3]], ids=lambda p: p.kind)
+def test_a_lower_cap_bounds_every_policy(policy):
+    out = generate(*trained("dspark"), TEXT, 40, policy=policy, verify_width=4)
+    assert max(out.verify_widths) == 4
+    assert max(out.acceptance_lengths) == 4
+
+
+def test_thresholds_near_the_ends_of_real_rounds():
+    target, draft = trained("dspark")
+    timid = generate(target, draft, TEXT, 30, policy=DSparkVtPolicy("confidence-slot", 1 - 1e-6))
+    bold = generate(target, draft, TEXT, 30, policy=DSparkVtPolicy("confidence", 1e-12))
+    assert set(timid.verify_widths) == {2}
+    assert set(bold.verify_widths) == {9}
+    assert timid.token_ids == bold.token_ids
+
+
+def test_the_last_rows_of_the_context_bound_the_width():
+    target, draft = trained("dspark")
+    out = generate(target, draft, TEXT, 60, capacity=len(TEXT) + 20, policy=POLICIES[0])
+    assert out.finish_reason == "capacity"
+    held = len(TEXT) + np.cumsum([0, *out.acceptance_lengths[:-1]])
+    room = len(TEXT) + 20 - held
+    assert out.verify_widths == np.minimum(9, room).tolist()
+
+
+@pytest.mark.parametrize("family", ["dflash", "dflash2"])
+def test_the_ladder_works_for_the_other_families(family):
+    target, draft = trained(family)
+    out = generate(target, draft, TEXT, 60, policy=DSparkVtPolicy("ladder"))
+    assert out.token_ids == generate(target, None, TEXT, 60).token_ids
+    accepted = [gain - 1 for gain in out.acceptance_lengths]
+    assert out.verify_widths[0] == 8
+    # The last gain is cut at the budget, so that its width alone is known.
+    expected = [min(max(m + 2, 3), 8) for m in accepted[:-1]]
+    assert out.verify_widths[1:] == expected
+
+
+def test_policies_hash_as_static_arguments():
+    assert {p.kind for p in POLICIES} == set(get_args(PolicyKind))
+    assert hash(POLICIES[2]) == hash(dataclasses.replace(POLICIES[2]))

@@ -1,0 +1,223 @@
+"""Against the public PyTorch reference itself, run live: PyPI `dflash` 0.1.0.
+
+For developers: skipped where torch, transformers (5 or newer) or `dflash` is not installed
+(`pip install torch "transformers>=5"` and `pip install --no-deps dflash==0.1.0`).
+"""
+
+import functools
+import itertools
+import json
+import time
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from families import ORACLES, assert_close, trained
+from targets import F32
+
+from dflash_jax import forward_block, generate, load_draft, save_draft
+from dflash_jax.checkpoint import shipped_drafts
+from dflash_jax.cli import main
+from dflash_jax.draft import ctx_features
+from dflash_jax.propose import dflash2_propose_greedy, draft_logits, propose_rows
+from dflash_jax.sampling import Filters, filtered_probs
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    transformers = pytest.importorskip(
+        "transformers", minversion="5", reason="transformers 5 is not installed"
+    )
+    reference = pytest.importorskip("dflash.model", reason="PyPI dflash is not installed")
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TINY = ORACLES / "tiny"
+MODELS = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel"}
+PROMPTS = json.loads((TINY / "expected.json").read_text())["prompts"]
+EDGES = json.loads((TINY / "edges.json").read_text())["runs"]
+_forward_block = jax.jit(forward_block)
+
+
+def load_reference(directory, family):
+    model = getattr(reference, MODELS[family]).from_pretrained(directory, dtype=torch.float32)
+    return model.eval()
+
+
+@functools.cache
+def reference_pair(family):
+    """The reference's target and drafter, in f32 on the CPU."""
+    target = transformers.AutoModelForCausalLM.from_pretrained(TINY / "target", dtype=torch.float32)
+    return target.eval(), load_reference(TINY / family, family)
+
+
+def reference_run(family, prompt, count, stops, block_size, monkeypatch):
+    """Emitted ids and tokens gained in each round."""
+    monkeypatch.setattr(reference, "_cuda_time", time.perf_counter)  # it waits for a GPU there
+    target, draft = reference_pair(family)
+    run = reference.dflash_generate(
+        draft,
+        target,
+        torch.tensor([prompt]),
+        count,
+        stops,
+        block_size=block_size,
+        return_stats=True,
+    )
+    return run.output_ids[0, len(prompt) :].tolist(), run.acceptance_lengths
+
+
+def assert_same_run(family, prompt, count, monkeypatch, stops=None, block_size=None):
+    """Equal tokens; equal gains in all rounds but those near the budget's end, where the reference
+    shortens its block and this package clips the commit.
+    """
+    ids, gains = reference_run(family, prompt, count, stops, block_size, monkeypatch)
+    out = generate(
+        *trained(family), prompt, count, stop_token_ids=stops or (), block_size=block_size
+    )
+    assert out.token_ids == ids
+    before = 1 + np.cumsum([0, *gains])[:-1]
+    whole = int((before + (block_size or 8) <= count + 1).sum())
+    assert out.acceptance_lengths[:whole] == gains[:whole]
+    return whole
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("index", range(3))
+def test_the_same_tokens_and_gains(family, index, monkeypatch):
+    record = PROMPTS[index]
+    whole = assert_same_run(family, record["prompt_ids"], 96, monkeypatch)
+    assert whole > 15
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_prompts_that_are_not_recorded(family, monkeypatch):
+    for text in (b"x", b"import os, sys\nclass A(object):\n    ", bytes(range(32, 120))):
+        assert_same_run(family, list(text), 40, monkeypatch)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_short_budgets_stop_tokens_and_smaller_blocks(family, monkeypatch):
+    runs = [run for run in EDGES if family in run][::2]
+    assert len(runs) > 5
+    for run in runs:
+        stops, size = run.get("stop_token_ids"), run.get("block_size")
+        assert_same_run(family, run["prompt_ids"], run["max_new_tokens"], monkeypatch, stops, size)
+
+
+@torch.inference_mode()
+def reference_block(model, taps, noise, pos, head):
+    """Draft rows 1.. of one uncached block and their logits."""
+    hidden = model(
+        target_hidden=torch.tensor(taps)[None],
+        noise_embedding=torch.tensor(noise)[None],
+        position_ids=torch.tensor(pos)[None],
+    )
+    rows = hidden[:, 1:]
+    logits = model.compute_logits(rows, lambda h: h @ torch.tensor(head).T)
+    return rows, logits
+
+
+class Head:
+    """A target's output head."""
+
+    def __init__(self, table):
+        self.table = jnp.asarray(table)
+
+    def logits(self, hidden):
+        return hidden @ self.table.T
+
+
+def assert_same_block(model, draft, seed=0):
+    """One random block: rows, logits and greedy drafts."""
+    config, rng = draft.config, np.random.default_rng(seed)
+    context, block = 50, config.block_size
+    taps = rng.normal(size=(context, config.tap_size)).astype(np.float32)
+    noise = rng.normal(size=(block, config.hidden_size)).astype(np.float32)
+    head = rng.normal(size=(config.vocabulary, config.hidden_size)).astype(np.float32)
+    pos = np.arange(context + block)
+    rows, logits = reference_block(model, taps, noise, pos, head)
+    features = ctx_features(draft, jnp.asarray(taps))
+    ours = _forward_block(draft, features, jnp.asarray(noise), jnp.asarray(pos))[1:]
+    assert_close(ours, rows[0])
+    our_logits = draft_logits(Head(head), draft, ours)
+    assert_close(our_logits, logits[0])
+    if draft.dflash2 is None:
+        drafts, expected = propose_rows(draft, our_logits), logits[0].argmax(-1)
+    else:
+        with torch.inference_mode():
+            expected = model.candidate_selector.select(rows, logits, torch.tensor([7]), 0.0)[0][0]
+        drafts = dflash2_propose_greedy(draft, our_logits, ours, jnp.int32(7))
+    assert drafts.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_same_blocks(family):
+    assert_same_block(reference_pair(family)[1], trained(family)[1])
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_target_has_the_same_logits_and_taps(family):
+    target, _ = reference_pair(family)
+    ours, draft = trained(family)
+    ids = PROMPTS[0]["prompt_ids"]
+    with torch.inference_mode():
+        out = target(torch.tensor([ids]), output_hidden_states=True)
+        taps = reference.extract_context_feature(
+            out.hidden_states, list(draft.config.target_layer_ids)
+        )
+    state = ours.init_state(1, len(ids))
+    run, _ = ours.forward(state, jnp.asarray([ids]), draft.config.target_layer_ids)
+    assert_close(ours.logits(run.hidden), out.logits)
+    assert_close(run.taps, taps)
+
+
+# --- our drafters in the reference ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_reference_reads_what_we_export(family, tmp_path):
+    out = tmp_path / "exported"
+    assert main(["export", "--draft", str(TINY / family), "--out", str(out)]) == 0
+    model = load_reference(out, family)
+    assert_same_block(model, trained(family)[1])
+    assert model.block_size == 8
+    assert model.mask_token_id == 256
+    assert list(model.target_layer_ids) == [1, 3, 4]
+
+
+def test_the_reference_reads_a_dspark_backbone_that_we_export(tmp_path):
+    """It has no DSpark heads of its own, but the block is the same."""
+    _, draft = trained("dspark")
+    save_draft(draft, tmp_path / "exported")
+    model = load_reference(tmp_path / "exported", "dflash")
+    assert_same_block(model, draft.replace(markov=None, confidence=None))
+
+
+SHIPPED = [name for name in shipped_drafts() if name in MODELS]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_reference_reads_the_drafters_we_ship(name, tmp_path):
+    out = tmp_path / "exported"
+    assert main(["export", "--draft", name, "--out", str(out)]) == 0
+    draft = load_draft(out, dtype=F32)  # norms are bf16 there
+    assert_same_block(load_reference(out, draft.config.family), draft)
+
+
+# --- sampling -------------------------------------------------------------------------------------
+
+
+def test_the_same_filters():
+    logits = np.random.default_rng(0).normal(0, 2, (40, 50)).astype(np.float32)
+    rows = jax.jit(jax.vmap(filtered_probs, in_axes=(0, None)))
+    for temperature, top_p, top_k in itertools.product((0.5, 1, 1.7), (1, 0.9, 0.3), (0, 1, 7)):
+        expected = reference._sampling_probs(torch.tensor(logits), temperature, top_p, top_k)
+        filters = Filters(
+            jnp.float32(temperature), jnp.int32(top_k), jnp.float32(top_p), jnp.float32(0)
+        )
+        got = rows(logits, filters)
+        np.testing.assert_array_equal(np.asarray(got) > 0, expected.numpy() > 0)
+        assert_close(got, expected)
