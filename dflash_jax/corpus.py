@@ -19,9 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, PartitionSpec
 
 from dflash_jax.targets import Target
-from dflash_jax.training import Batch
+from dflash_jax.training import DATA, Batch, spread
 
 USER, ASSISTANT, PLAIN = 0, 1, 2
 """Who is speaking. PLAIN text has no turns; everything in it counts as answer."""
@@ -107,33 +108,58 @@ class _Walk:
 
 
 def sample_rows(
-    target: Target, chat: ChatFormat, starts: Starts, seed: int, options: SampleOptions
+    target: Target,
+    chat: ChatFormat,
+    starts: Starts,
+    seed: int,
+    options: SampleOptions,
+    mesh: Mesh | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sample conversations: ids `[B, length]` and which tokens are the target's answers."""
+    """Sample conversations: ids `[B, length]` and which tokens are the target's answers.
+
+    mesh: devices that share out the rows (the target lies whole on each). Draws belong to
+    (seed, row, token), whichever device makes them.
+    """
     given = np.zeros((starts.ids.shape[0], options.length), np.int32)
     width = min(starts.ids.shape[1], options.length)
     given[:, :width] = starts.ids[:, :width]
-    batch = given.shape[0]
-    walk = _Walk(
-        ids=jnp.asarray(given),
-        answer=jnp.zeros(given.shape, bool),
-        role=jnp.asarray(starts.role, jnp.int32),
-        age=jnp.zeros((batch,), jnp.int32),
-        place=jnp.full((batch,), IDLE, jnp.int32),
-        state=jax.jit(lambda: target.init_state(batch, options.stages[0]))(),
-    )
-    rest = jax.tree.map(jnp.asarray, (starts.length, starts.temperature, starts.hot))
-    done = 0
-    for slots in options.stages:
-        stop = min(slots, options.length - 1)
-        if done:
+    number = np.arange(len(given), dtype=np.uint32)
+    rows = spread((starts.replace(ids=given), number), mesh, rows=True)
+    target = spread(target, mesh, rows=False)
+    ids, answer = _sample(target, *rows, jnp.uint32(seed), chat, options, mesh)
+    return np.array(ids), np.array(answer)
+
+
+@partial(jax.jit, static_argnames=("chat", "options", "mesh"))
+def _sample(target, starts, number, seed, chat, options, mesh):
+    """`sample_rows` on the device(s): one loop a cache size."""
+
+    def run(target, starts, number, seed):
+        batch = number.shape[0]
+        walk = _Walk(
+            ids=starts.ids,
+            answer=jnp.zeros(starts.ids.shape, bool),
+            role=starts.role,
+            age=jnp.zeros((batch,), jnp.int32),
+            place=jnp.full((batch,), IDLE, jnp.int32),
+            state=target.init_state(batch, options.stages[0]),
+        )
+        step = partial(_step, target, starts, number, jax.random.key(seed), chat, options)
+        done = 0
+        for slots in options.stages:
+            stop = min(slots, options.length - 1)
             walk = walk.replace(state=_grow(target, walk.state, batch, slots))
-        walk = _extend(target, walk, *rest, jnp.int32(done), jnp.int32(stop), seed, chat, options)
-        done = stop
-    return np.array(walk.ids), np.array(walk.answer)
+            walk = jax.lax.fori_loop(done, stop, step, walk)
+            done = stop
+        return walk.ids, walk.answer
+
+    if mesh is not None:
+        one, each = PartitionSpec(), PartitionSpec(DATA)
+        specs = {"in_specs": (one, each, each, one), "out_specs": each}
+        run = jax.shard_map(run, mesh=mesh, check_vma=False, **specs)
+    return run(target, starts, number, seed)
 
 
-@partial(jax.jit, static_argnames=("batch", "slots"))
 def _grow(target: Target, state: Any, batch: int, slots: int) -> Any:
     """The same state with room for `slots` rows."""
 
@@ -145,53 +171,48 @@ def _grow(target: Target, state: Any, batch: int, slots: int) -> Any:
     return jax.tree.map(enlarge, state, target.init_state(batch, slots))
 
 
-@partial(jax.jit, static_argnames=("chat", "options"), donate_argnames=("walk",))
-def _extend(target, walk, length, temperature, hot, begin, stop, seed, chat, options):
-    """Feed tokens begin..stop-1, deciding the one after each."""
+def _step(target, starts, number, key, chat, options, t, walk):
+    """Feed token t and decide the one after it."""
     widest = max(len(chat.to_user), len(chat.to_assistant))
     turns = [chat.to_user[1:], chat.to_assistant[1:], ()]  # by the role they introduce
-    table = jnp.array([[*t, *[0] * (widest - len(t))] for t in turns], jnp.int32)
-    sizes = jnp.array([len(t) for t in turns], jnp.int32)
+    table = jnp.array([[*ids, *[0] * (widest - len(ids))] for ids in turns], jnp.int32)
+    sizes = jnp.array([len(ids) for ids in turns], jnp.int32)
     ends = jnp.array([chat.to_assistant[0], chat.to_user[0], -1], jnp.int32)  # by who speaks
-    key = jax.random.key(seed)
-
-    def step(t, walk):
-        fed = jax.lax.dynamic_slice_in_dim(walk.ids, t, 1, axis=1)
-        out, state = target.forward(walk.state, fed, ())
-        state = target.commit(state, jnp.ones_like(length))
-        logits = target.logits(out.hidden[:, 0])
-        answering = jnp.where(walk.age < hot, temperature, 0.0)
-        heat = jnp.where(walk.role == USER, options.user_temperature, answering)
-        drawn = _draw(jax.random.fold_in(key, t), logits, heat, options.min_p)
-        end = ends[walk.role]
-        drawn = jnp.where((walk.role == USER) & (walk.age >= options.user_limit), end, drawn)
-        given = t + 1 < length
-        queued = walk.place < sizes[walk.role]
-        inserted = table[walk.role, jnp.minimum(walk.place, widest - 1)]
-        old = jax.lax.dynamic_slice_in_dim(walk.ids, t + 1, 1, axis=1)[:, 0]
-        token = jnp.where(given, old, jnp.where(queued, inserted, drawn))
-        free = ~given & ~queued
-        ended = free & (token == end)
-        return walk.replace(
-            ids=jax.lax.dynamic_update_slice_in_dim(walk.ids, token[:, None], t + 1, axis=1),
-            answer=jax.lax.dynamic_update_slice_in_dim(
-                walk.answer, (free & (walk.role != USER))[:, None], t + 1, axis=1
-            ),
-            role=jnp.where(ended, 1 - walk.role, walk.role),
-            age=jnp.where(ended, 0, walk.age + free.astype(jnp.int32)),
-            place=jnp.where(ended, 0, walk.place + queued.astype(jnp.int32)),
-            state=state,
-        )
-
-    return jax.lax.fori_loop(begin, stop, step, walk)
+    fed = jax.lax.dynamic_slice_in_dim(walk.ids, t, 1, axis=1)
+    out, state = target.forward(walk.state, fed, ())
+    state = target.commit(state, jnp.ones_like(starts.length))
+    logits = target.logits(out.hidden[:, 0])
+    answering = jnp.where(walk.age < starts.hot, starts.temperature, 0.0)
+    heat = jnp.where(walk.role == USER, options.user_temperature, answering)
+    keys = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(jax.random.fold_in(key, t), number)
+    drawn = _draw(keys, logits, heat, options.min_p)
+    end = ends[walk.role]
+    drawn = jnp.where((walk.role == USER) & (walk.age >= options.user_limit), end, drawn)
+    given = t + 1 < starts.length
+    queued = walk.place < sizes[walk.role]
+    inserted = table[walk.role, jnp.minimum(walk.place, widest - 1)]
+    old = jax.lax.dynamic_slice_in_dim(walk.ids, t + 1, 1, axis=1)[:, 0]
+    token = jnp.where(given, old, jnp.where(queued, inserted, drawn))
+    free = ~given & ~queued
+    ended = free & (token == end)
+    mark = (free & (walk.role != USER))[:, None]
+    return walk.replace(
+        ids=jax.lax.dynamic_update_slice_in_dim(walk.ids, token[:, None], t + 1, axis=1),
+        answer=jax.lax.dynamic_update_slice_in_dim(walk.answer, mark, t + 1, axis=1),
+        role=jnp.where(ended, 1 - walk.role, walk.role),
+        age=jnp.where(ended, 0, walk.age + free.astype(jnp.int32)),
+        place=jnp.where(ended, 0, walk.place + queued.astype(jnp.int32)),
+        state=state,
+    )
 
 
-def _draw(key: jax.Array, logits: jax.Array, heat: jax.Array, min_p: float) -> jax.Array:
+def _draw(keys: jax.Array, logits: jax.Array, heat: jax.Array, min_p: float) -> jax.Array:
     """One token a row: the argmax where heat is 0, else a draw at that temperature."""
     hot = heat[:, None] > 1e-5
     scaled = logits / jnp.where(hot, heat[:, None], 1.0)
     likely = scaled >= scaled.max(axis=-1, keepdims=True) + jnp.log(min_p)
-    noisy = jnp.where(likely, scaled + jax.random.gumbel(key, logits.shape), -jnp.inf)
+    gumbel = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:]))(keys)
+    noisy = jnp.where(likely, scaled + gumbel, -jnp.inf)
     return jnp.argmax(jnp.where(hot, noisy, logits), axis=-1).astype(jnp.int32)
 
 
@@ -363,18 +384,19 @@ def generate_corpus(
     options: SampleOptions = SampleOptions(),
     mix: Mix = Mix(),
     seconds: float = float("inf"),
+    mesh: Mesh | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> Corpus:
     """Sample `rows` conversations (whole batches; fewer where `seconds` run out first).
 
-    The same seed gives the same rows, whatever the number of them.
+    The same seed gives the same rows, whatever the number of them, and of devices on the mesh.
     """
     chat, began, parts, done = chat_format(codec), time.perf_counter(), [], 0
     most = min(160, options.length // 2)
     while done < rows:
         rng = random.Random(f"{seed}/{done}")
         starts = draw_starts(rng, batch, codec, chat, mix, most)
-        ids, answer = sample_rows(target, chat, starts, seed * 1_000_003 + done, options)
+        ids, answer = sample_rows(target, chat, starts, seed * 1_000_003 + done, options, mesh)
         segment = np.ones(ids.shape, np.uint8)
         parts.append(Corpus(_compact(ids), segment, answer))
         done += batch

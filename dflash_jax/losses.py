@@ -22,14 +22,16 @@ from dflash_jax.targets import Target
 class Recipe:
     """What a training run does at every step.
 
-    anchors: blocks a sequence. gamma: slot k weighs exp(-(k - 1) / gamma). ce, kl, l1: weights of
-    the cross-entropy on the text's tokens, of KL(target || drafter) and of the L1 distance between
-    the two laws. selector: of DFlash2's cross-entropy over its candidates. confidence: of DSpark's
-    binary cross-entropy against the laws' overlap. ema: decay of the averaged weights, which are
-    what is evaluated and shipped. head_rows: rows of logits held at a time.
+    anchors: blocks a sequence. weighting: what a slot's loss weighs (`slot_weights`); gamma: slots
+    of the fixed decay. ce, kl, l1: weights of the cross-entropy on the text's tokens, of
+    KL(target || drafter) and of the L1 distance between the two laws. selector: of DFlash2's
+    cross-entropy over its candidates. confidence: of DSpark's binary cross-entropy against the
+    laws' overlap. ema: decay of the averaged weights, which are what is evaluated and shipped.
+    head_rows: rows of logits held at a time.
     """
 
     anchors: int = 64
+    weighting: Literal["decay", "reach"] = "decay"
     gamma: float = 4.0
     ce: float = 0.5
     kl: float = 0.5
@@ -53,21 +55,22 @@ class Heads(NamedTuple):
 
 class Blocks(NamedTuple):
     """N blocks to score: rows, teacher `[N, nd, H]`, the drafter's and the target's hidden rows for
-    the same tokens; previous, labels `[N, nd]` ids; weights `[N, nd]`.
+    the same tokens; previous, labels `[N, nd]` ids; labelled `[N, nd]`: which slots have a label.
     """
 
     rows: jax.Array
     teacher: jax.Array
     previous: jax.Array
     labels: jax.Array
-    weights: jax.Array
+    labelled: jax.Array
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def head_loss(
     recipe: Recipe, target: Target, draft: DFlashDraft, heads: Heads, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """Weighted loss of blocks through the frozen head: (sum, which choices `[N, nd]` are right).
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Weighted loss of blocks through the frozen head: (sum, sum of the weights, which choices
+    `[N, nd]` are right).
 
     Differentiable in `heads` and `blocks.rows`. The logits of some `recipe.head_rows` rows exist at
     a time; their gradient is taken on the spot, in the forward pass, so that backward needs neither
@@ -90,26 +93,46 @@ def _head_pass(recipe, target, draft, heads, blocks, *, grad):
 
     def step(total, chunk):
         if not grad:
-            loss, correct = score(heads, chunk.rows, chunk)
-            return (total[0] + loss, total[1]), (correct, None)
+            loss, (weight, correct) = score(heads, chunk.rows, chunk)
+            return (total[0] + loss, total[1] + weight, total[2]), (correct, None)
         slopes = jax.value_and_grad(score, argnums=(0, 1), has_aux=True)
-        (loss, correct), (of_heads, of_rows) = slopes(heads, chunk.rows, chunk)
-        of_heads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[1], of_heads)
-        return (total[0] + loss, of_heads), (correct, of_rows)
+        (loss, (weight, correct)), (of_heads, of_rows) = slopes(heads, chunk.rows, chunk)
+        of_heads = jax.tree.map(lambda t, g: t + g.astype(t.dtype), total[2], of_heads)
+        return (total[0] + loss, total[1] + weight, of_heads), (correct, of_rows)
 
     zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), heads)
     with jax.named_scope("head_loss"):
-        total, (correct, slope) = jax.lax.scan(
-            step, (jnp.float32(0), zero), jax.tree.map(chunks, blocks)
+        (loss, weight, of_heads), (correct, slope) = jax.lax.scan(
+            step, (jnp.float32(0), jnp.float32(0), zero), jax.tree.map(chunks, blocks)
         )
     slope = None if slope is None else slope.reshape(-1, *slope.shape[2:])[:count]
-    return (total[0], correct.reshape(-1, drafts)[:count]), (total[1], slope)
+    return (loss, weight, correct.reshape(-1, drafts)[:count]), (of_heads, slope)
+
+
+def slot_weights(recipe: Recipe, log_q: jax.Array, labelled: jax.Array) -> jax.Array:
+    """What each slot's loss weighs `[N, nd]`, given the drafter's log-probability of its label.
+
+    decay: exp(-(k - 1) / gamma) for slot k. reach: the probability that the slots before it are
+    all accepted, over the round's expected length. Rounds start more often where they are short,
+    and a slot behind a rejected one counts for nothing: this is how often decoding looks at it.
+    """
+    if recipe.weighting == "decay":
+        weights = jnp.exp(-jnp.arange(log_q.shape[-1], dtype=jnp.float32) / recipe.gamma)
+    elif recipe.weighting == "reach":
+        log_q = jax.lax.stop_gradient(jnp.where(labelled, log_q, -jnp.inf))
+        accepted = jnp.exp(jnp.cumsum(log_q, axis=-1))
+        before = jnp.concatenate([jnp.ones_like(accepted[..., :1]), accepted[..., :-1]], axis=-1)
+        weights = before / (1.0 + accepted.sum(axis=-1, keepdims=True))
+    else:
+        raise ValueError(f"weighting: expected 'decay' or 'reach', found {recipe.weighting!r}")
+    return jnp.where(labelled, weights, 0.0)
 
 
 def score_blocks(
     recipe: Recipe, target: Target, draft: DFlashDraft, heads: Heads, blocks: Blocks
-) -> tuple[jax.Array, jax.Array]:
-    """The loss of whole blocks, all logits at once: (weighted sum, right choices `[n, nd]`).
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The loss of whole blocks, all logits at once: (weighted sum, (sum of the weights, right
+    choices `[n, nd]`)).
 
     Right means what inference would choose after the same tokens: the argmax, or the selector's
     best candidate (the teacher's token is put among the candidates for the loss only).
@@ -119,7 +142,9 @@ def score_blocks(
         corrected = jax.vmap(teacher_logits, in_axes=(None, 0, 0, 0))
         logits = corrected(heads.markov, logits, blocks.rows, blocks.previous)
     log_q = jax.nn.log_softmax(logits)
-    loss = recipe.ce * -jnp.take_along_axis(log_q, blocks.labels[..., None], axis=-1)[..., 0]
+    of_label = jnp.take_along_axis(log_q, blocks.labels[..., None], axis=-1)[..., 0]
+    weights = slot_weights(recipe, of_label, blocks.labelled)
+    loss = recipe.ce * -of_label
     log_p = _teacher_log_probs(target, draft, blocks.teacher)
     if recipe.kl:
         loss += recipe.kl * jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
@@ -139,7 +164,7 @@ def score_blocks(
     if heads.dflash2 is not None:
         selector_loss, choice = _score_candidates(heads.dflash2, logits, blocks)
         loss += recipe.selector * selector_loss
-    return jnp.sum(loss * blocks.weights), choice == blocks.labels
+    return jnp.sum(loss * weights), (jnp.sum(weights), choice == blocks.labels)
 
 
 def _teacher_log_probs(target, draft, teacher):

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax import corpus as data
 from dflash_jax.checkpoint import compute_dtype, save_draft
@@ -30,6 +31,7 @@ from dflash_jax.training import (
     cast,
     eval_step,
     save_state,
+    spread,
     train_step,
 )
 from dflash_jax.window import DSparkVtPolicy
@@ -54,6 +56,7 @@ class RunOptions:
     eval_every: int = 250
     save_every: float = 120.0
     storage: str | None = "int8"
+    mesh: Mesh | None = None
 
 
 def train(
@@ -75,12 +78,15 @@ def train(
     dtype = compute_dtype()
     log = Log(options.out / "log.csv", keep=first)
     window: list[Any] = []
+    mesh = options.mesh
+    everywhere, state = spread(target, mesh, rows=False), spread(state, mesh, rows=False)
+    heldout = spread(heldout, mesh, rows=False)
     began = saved = compiled = time.monotonic()
     while step < last and time.monotonic() < options.deadline:
-        batch = corpus.batch(step, options.batch, options.seed)
+        batch = spread(corpus.batch(step, options.batch, options.seed), mesh, rows=True)
         rate = jnp.float32(schedule.rate(step))
         seed = jnp.uint32(options.seed)
-        state, metrics = train_step(target, state, batch, seed, rate, recipe, dtype)
+        state, metrics = train_step(everywhere, state, batch, seed, rate, recipe, dtype, mesh)
         window.append(metrics)
         step += 1
         if step == first + 1:
@@ -94,7 +100,7 @@ def train(
             if not np.isfinite(row["loss"]):
                 raise ValueError(f"loss: expected a finite number, found {row['loss']} at {step}")
             if heldout is not None and (step % options.eval_every == 0 or step == last):
-                held = eval_step(target, state.ema, heldout, recipe, dtype).summary()
+                held = eval_step(everywhere, state.ema, heldout, recipe, dtype).summary()
                 row |= {f"heldout_{name}": value for name, value in held.items()}
             now = time.monotonic()
             speed = (step - first - 1) / (now - compiled)

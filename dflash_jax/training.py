@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.attention import ABSENT, attention_mask
 from dflash_jax.checkpoint import named_leaves
@@ -34,6 +35,30 @@ from dflash_jax.extras import require
 from dflash_jax.layers import rms_norm, rope_tables
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
 from dflash_jax.targets import Target
+
+DATA = "data"
+"""The mesh axis that shares out rows."""
+
+
+def data_mesh(devices: int | None = None) -> Mesh | None:
+    """A mesh over the first `devices` local ones (default: all); None where that is one.
+
+    ValueError where there are fewer.
+    """
+    here = jax.local_devices()
+    count = len(here) if devices is None else devices
+    if not 1 <= count <= len(here):
+        raise ValueError(f"devices: expected 1..{len(here)}, found {count}")
+    return None if count == 1 else jax.make_mesh((count,), (DATA,), devices=here[:count])
+
+
+def spread(tree: Any, mesh: Mesh | None, *, rows: bool) -> Any:
+    """`tree` on the mesh: its rows (leading axes) shared out, or whole on every device."""
+    if mesh is None:
+        return tree
+    return jax.device_put(
+        tree, NamedSharding(mesh, PartitionSpec(DATA) if rows else PartitionSpec())
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -260,12 +285,10 @@ def block_metrics(
     labelled = inside & same & pick(batch.answer, at) & real[..., None]
     labels, known = _draft_labels(draft, pick(batch.ids, at))
     labelled = labelled & known
-    slot_weight = jnp.exp(-jnp.arange(drafts, dtype=jnp.float32) / recipe.gamma)
-    weights = jnp.where(labelled, slot_weight, 0.0)
     teacher_at = (at - 1).reshape(at.shape[0], -1, 1)
     teacher = jnp.take_along_axis(features.hidden, teacher_at, axis=1)
     size = rows.shape[-1]
-    loss, correct = head_loss(
+    loss, weight, correct = head_loss(
         recipe,
         target,
         draft.replace(markov=None, confidence=None, dflash2=None),
@@ -275,14 +298,14 @@ def block_metrics(
             teacher.reshape(-1, drafts, size),
             pick(batch.ids, at - 1).reshape(-1, drafts),
             labels.reshape(-1, drafts),
-            weights.reshape(-1, drafts),
+            labelled.reshape(-1, drafts),
         ),
     )
     correct = correct.reshape(labels.shape) & labelled
     gained = 1 + jnp.cumprod(correct.astype(jnp.int32), axis=-1).sum(-1)
     return Metrics(
         loss=loss,
-        weight=weights.sum(),
+        weight=weight,
         correct=correct.sum((0, 1)),
         labelled=labelled.sum((0, 1)),
         gained=jnp.where(real, gained, 0).sum(),
@@ -347,7 +370,7 @@ def cast(draft: DFlashDraft, dtype: jnp.dtype) -> DFlashDraft:
     return jax.tree.map(convert, draft)
 
 
-@partial(jax.jit, static_argnames=("recipe", "dtype"), donate_argnames=("state",))
+@partial(jax.jit, static_argnames=("recipe", "dtype", "mesh"), donate_argnames=("state",))
 def train_step(
     target: Target,
     state: TrainState,
@@ -356,26 +379,43 @@ def train_step(
     rate: jax.Array,
     recipe: Recipe,
     dtype: Any = jnp.bfloat16,
+    mesh: Mesh | None = None,
 ) -> tuple[TrainState, Metrics]:
     """One update at learning rate `rate`.
 
     Randomness comes from (seed, step) alone, so a resumed run is the same run.
 
     dtype: of activations and of the weights in the forward pass. A drafter's own reduced head, if
-    it has one, stays as it is.
+    it has one, stays as it is. mesh: devices (`data_mesh`) that share out the batch's rows; target
+    and state lie whole on each. The sums are the same but for their order.
     """
     optax = require("optax", "train")
     key = jax.random.fold_in(jax.random.key(seed), state.step)
     anchors, real = draw_anchors(key, batch, recipe.anchors)
-    features = target_features(target, batch.ids, state.draft.config.target_layer_ids)
     master, head = state.draft.replace(head=None), state.draft.head
 
-    def objective(master):
-        draft = cast(master.replace(head=head), dtype)
-        metrics = block_metrics(target, draft, features, batch, anchors, real, recipe)
-        return metrics.loss / jnp.maximum(metrics.weight, 1e-9), metrics
+    def slopes(target, master, head, batch, anchors, real):
+        features = target_features(target, batch.ids, master.config.target_layer_ids)
 
-    slope, metrics = jax.grad(objective, has_aux=True)(master)
+        def objective(master):
+            draft = cast(master.replace(head=head), dtype)
+            metrics = block_metrics(target, draft, features, batch, anchors, real, recipe)
+            return metrics.loss, metrics
+
+        summed = jax.grad(objective, has_aux=True)(master)
+        return summed if mesh is None else jax.lax.psum(summed, DATA)
+
+    if mesh is not None:
+        one, each = PartitionSpec(), PartitionSpec(DATA)
+        slopes = jax.shard_map(
+            slopes,
+            mesh=mesh,
+            in_specs=(one, one, one, each, each, each),
+            out_specs=one,
+            check_vma=False,
+        )
+    slope, metrics = slopes(target, master, head, batch, anchors, real)
+    slope = jax.tree.map(lambda g: g / jnp.maximum(metrics.weight, 1e-9), slope)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes dtypes
         updates, opt_state = make_optimizer(recipe).update(slope, state.opt_state, master)
     master = optax.apply_updates(master, jax.tree.map(lambda u: rate * u, updates))

@@ -12,6 +12,7 @@ A run stops cleanly at `--time-budget` seconds or `--stop-at` steps; the same co
 """
 
 import argparse
+import dataclasses
 import sys
 import time
 from pathlib import Path
@@ -28,6 +29,7 @@ from dflash_jax.targets.loading import load_target
 from dflash_jax.training import (
     Schedule,
     adopt_backbone,
+    data_mesh,
     drafter_config,
     family_config,
     restore_state,
@@ -58,16 +60,17 @@ def parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=16000, help="length of the learning-rate schedule")
     add("--stop-at", type=int, help="stop after this step")
     add("--time-budget", type=float, default=float("inf"), help="stop training at this second")
-    add("--batch", type=int, default=32, help="conversations a step")
+    add("--batch", type=int, default=32, help="conversations a step, all devices together")
     add("--anchors", type=int, default=64, help="blocks a conversation")
     add("--family", choices=tuple(ARCHITECTURES), default="dflash")
     add("--rank", type=int, default=32, help="of DSpark's Markov head or DFlash2's codebooks")
     add("--top-k", type=int, default=16, help="DFlash2's candidates a slot")
     add("--layers", type=int, default=3)
     add("--intermediate-size", type=int, default=1024)
-    add("--block-size", type=int, default=8)
+    add("--block-size", type=int, help="rows a block (default: 8, or that of --init)")
     add("--taps", type=int, nargs="+", default=list(TAPS), help="tapped target layers")
     add("--mask-id", type=int, help=f"mask token (default: that of {MASK_TOKEN})")
+    add("--weighting", choices=("decay", "reach"), default="decay", help="what a slot weighs")
     add("--gamma", type=float, default=4.0, help="slot k weighs exp(-(k-1)/gamma)")
     add("--ce", type=float, default=0.5, help="weight of the cross-entropy")
     add("--kl", type=float, default=0.5, help="weight of KL to the target's distribution")
@@ -75,6 +78,7 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=1e-3)
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
     add("--seed", type=int, default=0)
+    add("--devices", type=int, help="local devices to share out the work to (default: all)")
     add("--heldout", type=Path, default=HELDOUT, help="prompts to report acceptance on")
     add("--max-new-tokens", type=int, default=256, help="for the report")
     add("--eval-every", type=int, default=250)
@@ -107,6 +111,7 @@ def run(args: argparse.Namespace) -> None:
     state_file = args.state or args.out.with_name(args.out.name + ".state") / "state.npz"
     recipe = Recipe(
         anchors=args.anchors,
+        weighting=args.weighting,
         gamma=args.gamma,
         ce=args.ce,
         kl=args.kl,
@@ -127,6 +132,7 @@ def run(args: argparse.Namespace) -> None:
         stop_at=args.stop_at,
         deadline=BEGAN + args.time_budget,
         eval_every=args.eval_every,
+        mesh=data_mesh(args.devices),
         storage="int8" if args.storage == "int8" else None,
     )
     say(f"{len(corpus)} rows, {corpus.answer_tokens / 1e6:.2f}M answer tokens; step {state.step}")
@@ -137,10 +143,15 @@ def run(args: argparse.Namespace) -> None:
     facts = {
         "target": loaded.name,
         "steps": f"{int(state.step)} of {args.steps}, {args.batch} sequences x {args.anchors} "
-        f"blocks each, learning rate {args.lr} ({args.optimizer}), seed {args.seed}",
+        f"blocks of {draft.config.block_size} each, learning rate {args.lr} ({args.optimizer}), "
+        f"seed {args.seed}",
         "loss": f"{args.ce} cross-entropy + {args.kl} KL + {args.l1} L1 to the target, "
-        f"slot k weighs exp(-(k-1)/{args.gamma:g})",
-        "started from": args.init or "random weights",
+        + (
+            f"slot k weighs exp(-(k-1)/{args.gamma:g})"
+            if args.weighting == "decay"
+            else "a slot weighs as often as decoding reaches it"
+        ),
+        "started from": str(args.init or "random weights"),
         "data (of this run)": f"{len(corpus)} sequences of {args.length} tokens, "
         f"{corpus.answer_tokens} answer tokens, "
         + (f"from {args.data.name}" if args.data else "sampled from the target itself"),
@@ -172,6 +183,7 @@ def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
                 batch=args.sample_batch,
                 options=sampling,
                 seconds=args.sample_seconds,
+                mesh=data_mesh(args.devices),
                 report=say,
             )
             fresh.save(file)
@@ -183,6 +195,8 @@ def first_draft(args, target, codec):
     """A fresh drafter in the asked shape, or the one to start from."""
     if args.init:
         draft = load_draft(args.init, target)
+        block = args.block_size or draft.config.block_size
+        draft = draft.replace(config=dataclasses.replace(draft.config, block_size=block))
         if draft.config.family == args.family:
             return draft
         config = family_config(draft.config, args.family, args.rank, args.top_k)
@@ -199,7 +213,7 @@ def first_draft(args, target, codec):
         taps=tuple(args.taps),
         layers=args.layers,
         intermediate_size=args.intermediate_size,
-        block_size=args.block_size,
+        block_size=args.block_size or 8,
     )
     config = family_config(config, args.family, args.rank, args.top_k)
     target.check_drafter(config)

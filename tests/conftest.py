@@ -10,6 +10,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
+# Meshes need several devices; all but the tests of meshes use the first alone.
+jax.config.update("jax_num_cpu_devices", 8)
 # A silent int -> float or f32 -> f64 promotion is a bug; say every cast.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

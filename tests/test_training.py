@@ -9,11 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from dflash_jax import corpus as data
 from dflash_jax import ctx_features, forward_block, generate, ingest_ctx, load_draft
 from dflash_jax import kv as cache
 from dflash_jax.attention import ABSENT, attention_mask
 from dflash_jax.draft import DraftHead, init_draft
-from dflash_jax.losses import Blocks, Heads, Recipe, head_loss, score_blocks
+from dflash_jax.losses import (
+    Blocks,
+    Heads,
+    Recipe,
+    head_loss,
+    score_blocks,
+    slot_weights,
+)
 from dflash_jax.propose import draft_logits, propose
 from dflash_jax.targets.hf import load_hf
 from dflash_jax.training import (
@@ -25,6 +33,7 @@ from dflash_jax.training import (
     block_hidden,
     block_metrics,
     block_positions,
+    data_mesh,
     drafter_config,
     draw_anchors,
     eval_step,
@@ -37,6 +46,7 @@ from dflash_jax.training import (
     target_features,
     train_step,
 )
+from dflash_jax.training import spread as share
 
 TINY = Path(__file__).parent / "oracles" / "tiny"
 STAGES = Path(__file__).parent / "oracles" / "stages"
@@ -221,7 +231,8 @@ def test_head_loss_and_its_gradient(target, draft):
     recipe = Recipe(ce=0.3, kl=0.7, head_rows=5)
     shape = (7, 3)
     blocks = random_blocks(target, shape)
-    rows, teacher, labels, weights = blocks.rows, blocks.teacher, blocks.labels, blocks.weights
+    rows, teacher, labels = blocks.rows, blocks.teacher, blocks.labels
+    weights = jnp.where(blocks.labelled, jnp.exp(-jnp.arange(3.0) / recipe.gamma), 0.0)
     heads = Heads(None, None, None)
 
     def plain(rows):
@@ -234,10 +245,11 @@ def test_head_loss_and_its_gradient(target, draft):
     def ours(rows):
         return head_loss(recipe, target, draft, heads, blocks._replace(rows=rows))[0] * 2.0
 
-    loss, correct = head_loss(recipe, target, draft, heads, blocks)
+    loss, weight, correct = head_loss(recipe, target, draft, heads, blocks)
     flat = (x.reshape(21, -1) for x in (target.logits(rows), target.logits(teacher)))
     expected = reference_loss(*flat, labels.reshape(-1), weights.reshape(-1), recipe)
     assert abs(float(loss) - expected) < 1e-5 * abs(expected)
+    np.testing.assert_allclose(weight, weights.sum(), rtol=1e-6)
     np.testing.assert_array_equal(correct, target.logits(rows).argmax(-1) == labels)
     assert relative(jax.grad(ours)(rows), 2.0 * jax.grad(plain)(rows)) < 1e-5
 
@@ -246,7 +258,19 @@ def random_blocks(target, shape):
     keys = jax.random.split(jax.random.key(0), 5)
     rows, teacher = (jax.random.normal(k, (*shape, target.hidden_size)) for k in keys[:2])
     previous, labels = (jax.random.randint(k, shape, 0, target.vocab_size) for k in keys[2:4])
-    return Blocks(rows, teacher, previous, labels, jax.random.uniform(keys[4], shape))
+    return Blocks(rows, teacher, previous, labels, jax.random.bernoulli(keys[4], 0.7, shape))
+
+
+def test_a_slot_weighs_as_often_as_decoding_reaches_it():
+    """Slots with known probabilities; behind an unlabelled one nothing counts."""
+    q = jnp.array([[0.5, 0.4, 0.9], [1.0, 1.0, 1.0], [0.5, 0.4, 0.9]])
+    labelled = jnp.array([[True, True, True], [True, True, True], [True, False, True]])
+    got = slot_weights(Recipe(weighting="reach"), jnp.log(q), labelled)
+    lengths = np.array([1 + 0.5 + 0.2 + 0.18, 4.0, 1.5])[:, None]
+    expected = np.array([[1, 0.5, 0.2], [1, 1, 1], [1, 0, 0]]) / lengths
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+    with pytest.raises(ValueError, match="weighting: expected 'decay' or 'reach', found 'flat'"):
+        slot_weights(Recipe(weighting="flat"), jnp.log(q), labelled)
 
 
 @pytest.mark.parametrize("family", ["dspark", "dflash2"])
@@ -405,6 +429,43 @@ def test_a_resumed_run_is_the_same_run(target, small_run, tmp_path):
     again = restore_state(start_training(start, RECIPE), tmp_path / "state.npz")
     again, _ = run_steps(target, again, batch, RECIPE, schedule, 3, 6)
     jax.tree.map(np.testing.assert_array_equal, whole, again)
+
+
+def test_several_devices_sample_the_rows_of_one(target):
+    """And every conversation keeps its turns: template tokens where a side has ended."""
+    chat = data.ChatFormat((1,), (2, 3), (2, 4))
+    starts = data.make_starts([[1], [1, 70, 71], [9] * 5, [1, 8]], data.USER, 0.9, 1 << 20)
+    options = data.SampleOptions(length=24, stages=(8, 24), user_limit=6)
+    alone = data.sample_rows(target, chat, starts, 3, options)
+    shared = data.sample_rows(target, chat, starts, 3, options, data_mesh(2))
+    for a, b in zip(alone, shared, strict=True):
+        np.testing.assert_array_equal(a, b)
+    ids, answer = alone
+    assert len({tuple(row[6:]) for row in ids}) == 4
+    for row, spoken in zip(ids, answer, strict=True):
+        ends = np.flatnonzero(row == 2)
+        assert len(ends)
+        assert row[ends[0] + 1] == 3
+        assert not spoken[: ends[0] + 2].any()
+
+
+def test_several_devices_take_the_steps_of_one(target, small_run):
+    start, batch = small_run
+    start = init_draft(family_config(start.config, "dspark", 8, 4), jax.random.key(0), jnp.float32)
+    args = target, batch, jnp.uint32(7), jnp.float32(1e-3), RECIPE, jnp.dtype(jnp.float32)
+    alone, one = train_step(args[0], start_training(start, RECIPE), *args[1:])
+    mesh = data_mesh(4)
+    wide, state = (share(x, mesh, rows=False) for x in (target, start_training(start, RECIPE)))
+    shared, four = train_step(wide, state, share(batch, mesh, rows=True), *args[2:], mesh)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(four), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
+    # The first moments are the gradients, scaled.
+    ours, theirs = (jax.tree.leaves(s.opt_state[1][0].mu) for s in (jax.device_get(shared), alone))
+    for a, b in zip(ours, theirs, strict=True):
+        assert np.abs(a - b).max() <= 1e-4 * np.abs(b).max()
+    assert data_mesh(1) is None
+    with pytest.raises(ValueError, match=r"devices: expected 1..8, found 9"):
+        data_mesh(9)
 
 
 def test_a_state_of_another_shape_is_refused(target, small_run, tmp_path):
