@@ -79,6 +79,10 @@ def train(
     log = Log(options.out / "log.csv", keep=first)
     window: list[Any] = []
     mesh = options.mesh
+    if mesh is not None and options.batch % mesh.size:
+        raise ValueError(
+            f"batch: expected a multiple of {mesh.size} devices, found {options.batch}"
+        )
     everywhere, state = spread(target, mesh, rows=False), spread(state, mesh, rows=False)
     heldout = spread(heldout, mesh, rows=False)
     began = saved = compiled = time.monotonic()
