@@ -1,4 +1,4 @@
-"""Attention of a block of query rows over a cache that already holds the block's own rows.
+"""Attention of a block of rows over the cache and the block itself.
 
 One function serves the drafter (non-causal, windowed) and the target's verify (causal). Keys
 carry their absolute positions, so a full cache and a ring are masked by the same rule.
@@ -6,9 +6,114 @@ carry their absolute positions, so a full cache and a ring are masked by the sam
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-ABSENT = -1
-"""Position of a cache slot that holds nothing: attention never reads it, NaN included."""
+from dflash_jax import kernels
+from dflash_jax.kernels import Implementation
+from dflash_jax.kv import ABSENT, write_rows
+from dflash_jax.layers import apply_rope, rms_norm
+
+HeadNorms = tuple[jax.Array, jax.Array] | None
+"""RMSNorm weights `[D]` of the query and of the key heads; None where the model has none."""
+
+
+@struct.dataclass
+class BlockPlace:
+    """Where a block of rows stands: the same for every layer that shares a slot book.
+
+    cos, sin: rope tables of its rows, `[B, rows, D / 2]` f32.
+    q_pos `[B, rows]`: absolute positions of its rows.
+    k_pos `[B, slots]`: positions of the cached rows, the block's own already among them; ABSENT
+      for an empty slot.
+    slot `[B]`: first of the contiguous slots that its rows go to.
+    end `[B]`: no slot from here on holds context.
+    ring: False where slots lie in ascending order of position, so that a window is a run of slots.
+    """
+
+    cos: jax.Array
+    sin: jax.Array
+    q_pos: jax.Array
+    k_pos: jax.Array
+    slot: jax.Array
+    end: jax.Array
+    ring: bool = struct.field(pytree_node=False, default=False)
+
+
+def append_and_attend(
+    qkv: jax.Array,
+    norms: HeadNorms,
+    eps: float,
+    place: BlockPlace,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Norm and rotate a block's heads, append its k and v, attend over context and block.
+
+    Args:
+      qkv: `[B, rows, (heads + 2 * kv_heads) * D]`, as projected; heads in the order q, k, v.
+      norms, eps: RMSNorm of the q and k heads, None for none.
+      place: where the block stands.
+      k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw.
+      causal, window: see `attention_mask`.
+      implementation: the kernel updates the caches in place and takes blocks of few rows; a wide
+        block (a prompt chunk) always runs in the reference, whatever is asked for.
+
+    Returns attended rows `[B, rows, heads * D]` in qkv's dtype, and both caches with the block's
+    rows written. What empty slots hold, NaN included, changes nothing. Raises NotImplementedError
+    as `kernels.resolve` does.
+    """
+    rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
+    heads = qkv.shape[2] // dim - 2 * kv_heads
+    # For causal blocks, a target's, the kernel has to be asked for: whether its rows round the same
+    # wherever a block begins, as losslessness needs, has not been seen on a GPU yet.
+    best = "xla" if causal else "pallas"
+    if kernels.resolve(implementation, _refusal(dim, qkv.dtype), best) == "pallas":
+        kernel = kernels.kernel("attention")
+        if rows * (heads // kv_heads) <= kernel.MAX_ROWS:
+            return kernel.append_and_attend(
+                qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
+            )
+    q, k, v = split_heads(qkv, norms, eps, place.cos, place.sin, kv_heads)
+    k_cache = write_rows(k_cache, k, place.slot)
+    v_cache = write_rows(v_cache, v, place.slot)
+    attended = block_attention(
+        q, k_cache, v_cache, place.q_pos, place.k_pos, causal=causal, window=window
+    )
+    return attended, k_cache, v_cache
+
+
+def _refusal(dim: int, dtype: jnp.dtype) -> str | None:
+    if dim < 32 or dim & (dim - 1):
+        return f"head_dim: expected a power of two of 32 or more, found {dim}"
+    if dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        return f"dtype: expected bfloat16, float16 or float32, found {dtype}"
+    return None
+
+
+def split_heads(
+    qkv: jax.Array,
+    norms: HeadNorms,
+    eps: float,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv_heads: int,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q `[B, rows, heads, D]`, k and v `[B, rows, kv_heads, D]` of projected rows.
+
+    q and k are normed (where the model norms them) and roped, v is raw. Shapes otherwise as in
+    `append_and_attend`.
+    """
+    dim = 2 * cos.shape[-1]
+    split = qkv.reshape(*qkv.shape[:-1], -1, dim)
+    heads = split.shape[-2] - 2 * kv_heads
+    q, k, v = jnp.split(split, [heads, heads + kv_heads], axis=-2)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps), rms_norm(k, norms[1], eps)
+    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
 
 
 def attention_mask(

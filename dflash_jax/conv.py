@@ -10,7 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax.layers import linear
+from dflash_jax import kernels
+from dflash_jax.kernels import Implementation
+from dflash_jax.layers import linear, rms_norm
+
+MOST_ROWS = 64
+"""Rows of a block that the kernel takes: all of them are in one tile."""
 
 
 @struct.dataclass
@@ -25,21 +30,60 @@ class DFlash2Conv:
     kernel_projection: jax.Array
 
 
-def d2_conv_prepare(conv: DFlash2Conv, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def d2_conv_prepare(
+    conv: DFlash2Conv,
+    x: jax.Array,
+    *,
+    norm: jax.Array | None = None,
+    eps: float = 0.0,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
     """Convolve sublayer input rows `x [..., b, H]` with half 0.
 
-    Returns the convolved rows and the coefficients `[..., b, 2, k, groups]` (f32) that
-    `d2_conv_finish` needs.
+    norm `[H]`, eps: where x still lacks the RMSNorm before the sublayer, its weight and epsilon.
+    implementation: XLA unless the kernel is asked for, which was measured slower (see
+    `dflash_jax.pallas.conv`).
+
+    Returns the convolved rows in x's dtype and the coefficients `[..., b, 2, k, groups]` (f32) that
+    `d2_conv_finish` needs. Raises NotImplementedError as `kernels.resolve` does.
     """
+    if kernels.resolve(implementation, _refusal(x), best="xla") == "pallas":
+        weights = (conv.base_kernel, conv.kernel_projection)
+        return kernels.kernel("conv").prepare(*weights, x, norm, eps)
+    if norm is not None:
+        x = rms_norm(x, norm, eps)
     _, taps, _ = conv.base_kernel.shape
     dyn = linear(x, conv.kernel_projection, dtype=jnp.float32)
     dyn = dyn.reshape(*x.shape[:-1], 2, taps, -1)
     return _convolve(conv, x, dyn, half=0), dyn
 
 
-def d2_conv_finish(conv: DFlash2Conv, y: jax.Array, dyn: jax.Array) -> jax.Array:
-    """Convolve sublayer output rows `y [..., b, H]` with half 1 of the matching prepare's `dyn`."""
-    return _convolve(conv, y, dyn, half=1)
+def d2_conv_finish(
+    conv: DFlash2Conv,
+    y: jax.Array,
+    dyn: jax.Array,
+    *,
+    residual: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """Convolve sublayer output rows `y [..., b, H]` with half 1 of the matching prepare's `dyn`.
+
+    residual `[..., b, H]`: added to the result. implementation: as in `d2_conv_prepare`.
+
+    Returns rows like y. Raises NotImplementedError as `kernels.resolve` does.
+    """
+    if kernels.resolve(implementation, _refusal(y), best="xla") == "pallas":
+        return kernels.kernel("conv").finish(conv.base_kernel, y, dyn, residual)
+    out = _convolve(conv, y, dyn, half=1)
+    return out if residual is None else residual + out
+
+
+def _refusal(x: jax.Array) -> str | None:
+    if x.shape[-2] > MOST_ROWS:
+        return f"block: expected at most {MOST_ROWS} rows, found {x.shape[-2]}"
+    if x.dtype not in (jnp.float32, jnp.bfloat16):
+        return f"rows: expected float32 or bfloat16, found {x.dtype}"
+    return None
 
 
 def _convolve(conv: DFlash2Conv, x: jax.Array, dyn: jax.Array, half: int) -> jax.Array:

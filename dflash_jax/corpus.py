@@ -82,7 +82,8 @@ class Starts:
 
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
-    """length: tokens a row. stages: cache sizes the loop grows through, the last >= length.
+    """length: tokens a row. stages: cache sizes (rows) the loop grows through, ascending, the last
+    at least length - 1: what lies past it would stay empty.
 
     User turns are drawn at `user_temperature` and cut at `user_limit` tokens. min_p: tokens less
     likely than this share of the best one are never drawn.
@@ -93,6 +94,12 @@ class SampleOptions:
     user_temperature: float = 1.0
     user_limit: int = 128
     min_p: float = 0.03
+
+    def __post_init__(self):
+        if not self.stages or self.stages[-1] < self.length:
+            raise ValueError(
+                f"stages: expected the last to hold {self.length} tokens, found {self.stages}"
+            )
 
 
 @struct.dataclass
@@ -117,12 +124,17 @@ def sample_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Sample conversations: ids `[B, length]` and which tokens are the target's answers.
 
-    mesh: devices that share out the rows (the target lies whole on each). Draws belong to
-    (seed, row, token), whichever device makes them.
+    starts: given tokens beyond `length` are cut. mesh: devices that share out the rows, a multiple
+    of their number (the target lies whole on each). Draws belong to (seed, row, token), whichever
+    device makes them.
     """
     given = np.zeros((starts.ids.shape[0], options.length), np.int32)
     width = min(starts.ids.shape[1], options.length)
     given[:, :width] = starts.ids[:, :width]
+    if mesh is not None and len(given) % mesh.size:
+        raise ValueError(
+            f"sample batch: expected a multiple of {mesh.size} devices, found {len(given)}"
+        )
     number = np.arange(len(given), dtype=np.uint32)
     rows = spread((starts.replace(ids=given), number), mesh, rows=True)
     target = spread(target, mesh, rows=False)
@@ -132,7 +144,7 @@ def sample_rows(
 
 @partial(jax.jit, static_argnames=("chat", "options", "mesh"))
 def _sample(target, starts, number, seed, chat, options, mesh):
-    """`sample_rows` on the device(s): one loop a cache size."""
+    """`sample_rows` on the device(s): one loop a cache size, as long as its rows suffice."""
 
     def run(target, starts, number, seed):
         batch = number.shape[0]
@@ -420,12 +432,16 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"data: expected {path}, found nothing")
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected UTF-8 text, found {error.reason}") from None
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path}:{number}: not JSON ({error})") from None
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number}: expected an object, found {record!r:.40}")
@@ -435,27 +451,52 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
 def prompt_ids(record: dict[str, Any], codec: Any) -> list[int]:
     """Token ids of a record's prompt: `prompt_ids`, `messages` or `prompt` (a user's message)."""
     if "prompt_ids" in record:
-        return [int(i) for i in record["prompt_ids"]]
+        return _ids(record, "prompt_ids")
+    if not {"messages", "prompt"} & record.keys():
+        raise ValueError(f"data: expected prompt_ids, messages or prompt, found {sorted(record)}")
     if codec is None:
         raise ValueError("data: expected prompt_ids (this target has no tokenizer), found text")
     if "messages" in record:
-        turns = list(record["messages"])
+        turns = _turns(record)
         return codec.encode_chat(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
-    if "prompt" in record:
-        return codec.encode_chat([{"role": "user", "content": record["prompt"]}])
-    raise ValueError(f"data: expected prompt_ids, messages or prompt, found {sorted(record)}")
+    return codec.encode_chat([{"role": "user", "content": _text(record, "prompt")}])
 
 
 def answer_ids(record: dict[str, Any], codec: Any, end: Sequence[int]) -> list[int]:
     """Token ids of a record's answer, `end` behind a text; [] where it has none."""
     if "answer_ids" in record:
-        return [int(i) for i in record["answer_ids"]]
-    text = record.get("answer")
-    if text is None and record.get("messages") and record["messages"][-1]["role"] == "assistant":
-        text = record["messages"][-1]["content"]
+        return _ids(record, "answer_ids")
+    text = None if record.get("answer") is None else _text(record, "answer")
+    if text is None and "messages" in record:
+        last = _turns(record)[-1]
+        text = _text(last, "content") if last["role"] == "assistant" else None
     if text is None:
         return []
+    if codec is None:
+        raise ValueError("data: expected answer_ids (this target has no tokenizer), found text")
     return [*codec.tokenizer.encode(text, add_special_tokens=False).ids, *end]
+
+
+def _ids(record: dict[str, Any], name: str) -> list[int]:
+    ids = record[name]
+    numbers = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 31 for i in ids)
+    if not numbers:
+        raise ValueError(f"data: {name}: expected a list of token ids, found {ids!r:.60}")
+    return ids
+
+
+def _text(record: dict[str, Any], name: str) -> str:
+    if not isinstance(record.get(name), str):
+        raise ValueError(f"data: {name}: expected text, found {record.get(name)!r:.60}")
+    return record[name]
+
+
+def _turns(record: dict[str, Any]) -> list[dict[str, Any]]:
+    turns = record["messages"]
+    valid = isinstance(turns, list) and all(isinstance(t, dict) and "role" in t for t in turns)
+    if not valid or not turns:
+        raise ValueError(f"data: messages: expected turns with a role, found {turns!r:.60}")
+    return turns
 
 
 def corpus_from_records(

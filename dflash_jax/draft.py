@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax import kv as cache
-from dflash_jax.attention import ABSENT, block_attention
+from dflash_jax.attention import BlockPlace, append_and_attend, block_attention, split_heads
 from dflash_jax.config import DFlashConfig
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
-from dflash_jax.kv import DraftKV
+from dflash_jax.kernels import Implementation
+from dflash_jax.kv import ABSENT, DraftKV
 from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
 from dflash_jax.markov import ConfidenceHead, MarkovHead
 from dflash_jax.selector import DFlash2Head
@@ -232,7 +233,8 @@ def forward_block(
     for i, layer in enumerate(draft.layers):
         ctx_k, ctx_v = context_kv(config, layer, ctx_f, cos[:, :ctx], sin[:, :ctx])
 
-        def attend(q, k, v, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+        def attend(qkv, layer=layer, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+            q, k, v = block_qkv(config, layer, qkv, *block_rope)
             k = jnp.concatenate([ctx_k, k], axis=1).swapaxes(1, 2)
             v = jnp.concatenate([ctx_v, v], axis=1).swapaxes(1, 2)
             return block_attention(
@@ -245,7 +247,7 @@ def forward_block(
                 window=config.layer_window[i],
             )
 
-        x = layer_forward(config, layer, x, *block_rope, attend)
+        x = layer_forward(config, layer, x, attend)
     return rms_norm(x, draft.norm, config.rms_norm_eps)
 
 
@@ -298,97 +300,104 @@ def ingest_ctx(
 
 
 def forward_round(
-    draft: DFlashDraft, kv: DraftKV, noise_emb: jax.Array, pos_block: jax.Array
+    draft: DFlashDraft,
+    kv: DraftKV,
+    noise_emb: jax.Array,
+    pos_block: jax.Array,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, DraftKV]:
     """One block over the cached context; equals `forward_block` over the same rows.
 
     The block's own K/V land transiently behind the context rows; the returned cache has the same
-    `len` and no trace of them. Shapes as in `forward_block`, with `pos_block [..., b]`.
+    `len` and no trace of them. Shapes as in `forward_block`, with `pos_block [..., b]`. Raises
+    ValueError for more rows than `kv.slack`, NotImplementedError as `kernels.resolve` does.
     """
     if noise_emb.ndim == 2:
-        hidden, kv = forward_round(draft, kv, noise_emb[None], pos_block[None])
+        hidden, kv = forward_round(draft, kv, noise_emb[None], pos_block[None], implementation)
         return hidden[0], kv
     config, rows = draft.config, noise_emb.shape[1]
     if rows > kv.slack:
         raise ValueError(f"block: expected at most {kv.slack} rows (slack), found {rows}")
     books = [kv.full] if kv.ring is None else [kv.full, kv.ring]
     slots = [cache.reserve(book, rows) for book in books]
-    seen = [cache.mark(book, slot, pos_block) for book, slot in zip(books, slots, strict=True)]
     nothing = jnp.full_like(pos_block, ABSENT)
     after = [
         book.replace(pos=cache.mark(book, slot, nothing))
         for book, slot in zip(books, slots, strict=True)
     ]
     cos, sin = rope_tables(config.rope, config.head_dim, pos_block)
+    places = [
+        BlockPlace(
+            cos=cos,
+            sin=sin,
+            q_pos=pos_block,
+            k_pos=cache.mark(book, slot, pos_block),
+            slot=slot,
+            end=cache.context_end(book, slot),
+            ring=book.ring,
+        )
+        for book, slot in zip(books, slots, strict=True)
+    ]
     new_k, new_v = list(kv.k), list(kv.v)
     x = noise_emb.astype(draft.dtype)
     for i, layer in enumerate(draft.layers):
 
-        def attend(q, k, v, i=i):
-            kind = int(kv.ring_layers[i])
-            new_k[i] = cache.write_rows(kv.k[i], k, slots[kind])
-            new_v[i] = cache.write_rows(kv.v[i], v, slots[kind])
-            return block_attention(
-                q,
-                new_k[i],
-                new_v[i],
-                pos_block,
-                seen[kind],
+        def attend(qkv, layer=layer, i=i):
+            attended, new_k[i], new_v[i] = append_and_attend(
+                qkv,
+                (layer.q_norm, layer.k_norm),
+                config.rms_norm_eps,
+                places[int(kv.ring_layers[i])],
+                kv.k[i],
+                kv.v[i],
                 causal=config.layer_causal[i],
                 window=config.layer_window[i],
+                implementation=implementation,
             )
+            return attended
 
         with jax.named_scope(f"draft_layer_{i}"):
-            x = layer_forward(config, layer, x, cos, sin, attend)
+            x = layer_forward(config, layer, x, attend, implementation)
     hidden = rms_norm(x, draft.norm, config.rms_norm_eps)
     full, ring = after[0], after[1] if kv.ring is not None else None
     return hidden, kv.replace(k=new_k, v=new_v, full=full, ring=ring)
-
-
-Attend = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(q `[B, b, heads, D]`, k, v `[B, b, kv_heads, D]` of the block) -> `[B, b, heads * D]`."""
 
 
 def layer_forward(
     config: DFlashConfig,
     layer: DFlashLayer,
     x: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: Attend,
+    attend: Callable[[jax.Array], jax.Array],
+    implementation: Implementation = "xla",
 ) -> jax.Array:
-    """One layer on block rows `x [B, b, H]`; `attend` brings the context (cached or not)."""
+    """One layer on block rows `x [B, b, H]`.
 
-    def attention(h: jax.Array) -> jax.Array:
-        return linear(attend(*block_qkv(config, layer, h, cos, sin)), layer.o)
-
-    def mlp(h: jax.Array) -> jax.Array:
-        return swiglu(h, layer.gate_up, layer.down)
-
-    h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-    x = x + _convolved(layer.attention_conv, attention, h)
-    h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
-    return x + _convolved(layer.mlp_conv, mlp, h)
-
-
-def _convolved(
-    conv: DFlash2Conv | None, sublayer: Callable[[jax.Array], jax.Array], h: jax.Array
-) -> jax.Array:
-    """The sublayer, between DFlash2's two convolutions where the layer has them."""
-    if conv is None:
-        return sublayer(h)
-    h, dyn = d2_conv_prepare(conv, h)
-    return d2_conv_finish(conv, sublayer(h), dyn)
+    `attend` takes projected rows `[B, b, (heads + 2 * kv_heads) * D]` to attended heads
+    `[B, b, heads * D]` and brings the context (cached or not). The kernels have no gradients: who
+    wants them says so.
+    """
+    eps, choice = config.rms_norm_eps, {"implementation": implementation}
+    attention, mlp = layer.attention_conv, layer.mlp_conv
+    if attention is None or mlp is None:
+        h = rms_norm(x, layer.input_norm, eps)
+        x = x + linear(attend(linear(h, layer.qkv)), layer.o)
+        h = rms_norm(x, layer.post_norm, eps)
+        return x + swiglu(h, layer.gate_up, layer.down)
+    # DFlash2: each sublayer stands between two convolutions.
+    h, dyn = d2_conv_prepare(attention, x, norm=layer.input_norm, eps=eps, **choice)
+    out = linear(attend(linear(h, layer.qkv)), layer.o)
+    x = d2_conv_finish(attention, out, dyn, residual=x, **choice)
+    h, dyn = d2_conv_prepare(mlp, x, norm=layer.post_norm, eps=eps, **choice)
+    out = swiglu(h, layer.gate_up, layer.down)
+    return d2_conv_finish(mlp, out, dyn, residual=x, **choice)
 
 
 def block_qkv(
-    config: DFlashConfig, layer: DFlashLayer, h: jax.Array, cos: jax.Array, sin: jax.Array
+    config: DFlashConfig, layer: DFlashLayer, qkv: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q `[B, b, heads, D]`, k and v `[B, b, kv_heads, D]` of normed rows `h [B, b, H]`."""
-    projected = linear(h, layer.qkv)
-    q = projected[..., : config.q_size].reshape(*h.shape[:-1], -1, config.head_dim)
-    q = apply_rope(rms_norm(q, layer.q_norm, config.rms_norm_eps), cos, sin)
-    return q, *_split_kv(config, layer, projected[..., config.q_size :], cos, sin)
+    """q `[B, b, heads, D]`, k and v `[B, b, kv_heads, D]` of projected rows `qkv`."""
+    norms = (layer.q_norm, layer.k_norm)
+    return split_heads(qkv, norms, config.rms_norm_eps, cos, sin, config.num_key_value_heads)
 
 
 def context_kv(
@@ -398,9 +407,6 @@ def context_kv(
 
     Features enter every layer as they are: no input norm.
     """
-    return _split_kv(config, layer, linear(feats, layer.qkv[config.q_size :]), cos, sin)
-
-
-def _split_kv(config, layer, projected, cos, sin):
+    projected = linear(feats, layer.qkv[config.q_size :])
     k, v = jnp.split(projected.reshape(*projected.shape[:-1], -1, config.head_dim), 2, axis=-2)
     return apply_rope(rms_norm(k, layer.k_norm, config.rms_norm_eps), cos, sin), v

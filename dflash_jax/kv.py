@@ -12,8 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dflash_jax.attention import ABSENT
 from dflash_jax.config import DFlashConfig
+
+ABSENT = -1
+"""Position of a cache slot that holds nothing: attention never reads it, NaN included."""
 
 
 @struct.dataclass
@@ -123,6 +125,17 @@ def mark(slots: Slots, slot: jax.Array, pos: jax.Array) -> jax.Array:
     return write_at(slots.pos, pos, slot, axis=1)
 
 
+def context_end(slots: Slots, slot: jax.Array) -> jax.Array:
+    """First slot `[B]` past all context rows, for a block that goes to `slot [B]`.
+
+    A ring that has turned is used to its end.
+    """
+    if not slots.ring:
+        return slot
+    used = jnp.where(slots.pos != ABSENT, jnp.arange(1, slots.pos.shape[1] + 1), 0)
+    return jnp.max(used, axis=1).astype(jnp.int32)
+
+
 def write_rows(leaf: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
     """`leaf [B, kv, slots, D]` with `rows [B, rows, kv, D]` written from `slot [B]` on."""
     return write_at(leaf, rows.astype(leaf.dtype).swapaxes(1, 2), slot, axis=2)
@@ -201,7 +214,8 @@ def export_tail(
     """
     length, floor = int(kv.len[sequence]), int(kv.floor[sequence])
     upto = length if upto is None else upto
-    if not floor <= upto <= length:
+    whole = isinstance(upto, int | np.integer) and not isinstance(upto, bool)
+    if not whole or not floor <= upto <= length:
         raise ValueError(f"upto: expected {floor}..{length} (floor..len), found {upto}")
     readable = readable_rows(config)
     count = upto - floor if readable is None else min(readable, upto - floor)

@@ -10,6 +10,7 @@ import numpy as np
 
 from dflash_jax import kv as cache
 from dflash_jax.draft import DFlashDraft, ctx_features, ingest_ctx
+from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV
 from dflash_jax.propose import first_fault
 from dflash_jax.round import DecodeState, RoundPlan, spec_round
@@ -51,6 +52,7 @@ def prefill(
     rows: Sequence[Sequence[int]],
     lengths: Sequence[int],
     capacity: int,
+    implementation: Implementation = None,
 ) -> Caches:
     """Feed `rows` (tokens of each sequence, any counts) behind the `lengths` rows already held.
 
@@ -65,7 +67,8 @@ def prefill(
         for b, piece in enumerate(pieces):
             ids[b, : len(piece)] = piece
         count = np.array([len(piece) for piece in pieces], np.int32)
-        caches = prefill_chunk(target, draft, caches, jnp.asarray(ids), jnp.asarray(count))
+        chunk = jnp.asarray(ids), jnp.asarray(count)
+        caches = prefill_chunk(target, draft, caches, *chunk, implementation=implementation)
         fed += width
     return caches
 
@@ -76,13 +79,14 @@ def _chunk(left: int, room: int) -> int:
     return next((width for width in fitting if width >= left), fitting[-1])
 
 
-@partial(jax.jit, donate_argnames=("caches",))
+@partial(jax.jit, static_argnames=("implementation",), donate_argnames=("caches",))
 def prefill_chunk(
     target: Target,
     draft: DFlashDraft | None,
     caches: Caches,
     ids: jax.Array,
     count: jax.Array,
+    implementation: Implementation = None,
 ) -> Caches:
     """Commit `count [B]` tokens of `ids [B, C]` to both caches.
 
@@ -91,7 +95,7 @@ def prefill_chunk(
     state, kv, last = caches
     taps = () if draft is None else draft.config.target_layer_ids
     pos = state.len[:, None] + jnp.arange(ids.shape[1])
-    out, state = target.forward(state, ids, taps)
+    out, state = target.forward(state, ids, taps, implementation)
     state = target.commit(state, count)
     if draft is not None:
         kv = ingest_ctx(draft, kv, ctx_features(draft, out.taps), pos, count)

@@ -23,11 +23,12 @@ class Recipe:
     """What a training run does at every step.
 
     anchors: blocks a sequence. weighting: what a slot's loss weighs (`slot_weights`); gamma: slots
-    of the fixed decay. ce, kl, l1: weights of the cross-entropy on the text's tokens, of
-    KL(target || drafter) and of the L1 distance between the two laws. selector: of DFlash2's
+    over which `decay` falls to 1/e. ce, kl, l1: weights of the cross-entropy on the text's tokens,
+    of KL(target || drafter) and of the L1 distance between the two laws. selector: of DFlash2's
     cross-entropy over its candidates. confidence: of DSpark's binary cross-entropy against the
-    laws' overlap. ema: decay of the averaged weights, which are what is evaluated and shipped.
-    head_rows: rows of logits held at a time.
+    laws' overlap. weight_decay, clip (of the gradient's global norm), optimizer: see
+    `training.make_optimizer`. ema: decay of the averaged weights, which are what is evaluated and
+    shipped. head_rows: rows of logits held at a time.
     """
 
     anchors: int = 64
@@ -112,9 +113,13 @@ def _head_pass(recipe, target, draft, heads, blocks, *, grad):
 def slot_weights(recipe: Recipe, log_q: jax.Array, labelled: jax.Array) -> jax.Array:
     """What each slot's loss weighs `[N, nd]`, given the drafter's log-probability of its label.
 
+    Args: log_q, labelled `[N, nd]`; slots without a label weigh nothing, and with `reach` neither
+    do those behind them. ValueError for an unknown weighting.
+
     decay: exp(-(k - 1) / gamma) for slot k. reach: the probability that the slots before it are
-    all accepted, over the round's expected length. Rounds start more often where they are short,
-    and a slot behind a rejected one counts for nothing: this is how often decoding looks at it.
+    all accepted (taken to be the drafter's own of their labels), over the round's expected length.
+    Rounds start more often where they are short, and a slot behind a rejected one counts for
+    nothing: this is how often decoding looks at it.
     """
     if recipe.weighting == "decay":
         weights = jnp.exp(-jnp.arange(log_q.shape[-1], dtype=jnp.float32) / recipe.gamma)
@@ -179,7 +184,7 @@ def _score_candidates(
     head: DFlash2Head, logits: jax.Array, blocks: Blocks
 ) -> tuple[jax.Array, jax.Array]:
     """Cross-entropy over the candidates after the teacher's predecessor, and the serving choice."""
-    _, cand = top_candidates(jax.lax.stop_gradient(logits), head.top_k)
+    _, cand = top_candidates(jax.lax.stop_gradient(logits), head.top_k, "xla")
     labels = blocks.labels[..., None]
     missing = (cand != labels).all(axis=-1)
     offered = cand.at[..., -1].set(jnp.where(missing, labels[..., 0], cand[..., -1]))

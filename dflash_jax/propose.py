@@ -4,6 +4,7 @@ One dispatcher for the three families. Batches are explicit here; the heads them
 for one sequence and vmapped.
 """
 
+from functools import partial
 from typing import Literal
 
 import jax
@@ -12,6 +13,7 @@ from flax import struct
 
 from dflash_jax import markov, selector
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.sampling import Filters, draw, filtered_probs
 from dflash_jax.targets import Target
@@ -74,6 +76,7 @@ def propose(
     filters: Filters | None = None,
     uniforms: jax.Array | None = None,
     row_draws: RowDraws = "argmax",
+    implementation: Implementation = None,
 ) -> Proposal:
     """Draft tokens from harvested rows.
 
@@ -82,13 +85,17 @@ def propose(
       filters, uniforms `[B, nd]`: None for greedy; else every draw is an inverse CDF of its law.
       row_draws: how plain DFlash rows are drawn when sampling. `argmax` (one-hot law) is the
         default, since independent draws make incoherent blocks; `sample` draws each row.
+      implementation: of top-k, walk and argmax; DSpark's chain has no kernel.
+
+    Non-finite logits are no error here: `Proposal.fault` names their slot. Raises
+    NotImplementedError as `kernels.resolve` does.
     """
     if draft.dflash2 is not None:
-        return _propose_path(draft, logits, hidden, anchor, filters, uniforms)
+        return _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementation)
     if draft.markov is not None:
         proposal = _propose_chain(draft, logits, hidden, anchor, filters, uniforms)
     else:
-        proposal = _propose_rows(draft, logits, filters, uniforms, row_draws)
+        proposal = _propose_rows(draft, logits, filters, uniforms, row_draws, implementation)
     if draft.confidence is None:
         return proposal
     previous = jnp.concatenate([anchor[:, None], proposal.tokens[:, :-1]], axis=1)
@@ -96,22 +103,31 @@ def propose(
     return proposal.replace(raws=raws(hidden, previous))
 
 
-def propose_rows(draft: DFlashDraft, logits: jax.Array) -> jax.Array:
+def propose_rows(
+    draft: DFlashDraft, logits: jax.Array, implementation: Implementation = None
+) -> jax.Array:
     """DFlash rows, greedily: each row's argmax `[..., V]`, ties to the lower id, as a target id."""
-    return _target_ids(draft, jnp.argmax(logits, axis=-1).astype(jnp.int32))
+    return _target_ids(draft, selector.best_ids(logits, implementation))
 
 
 def dflash2_propose_greedy(
-    draft: DFlashDraft, logits: jax.Array, hidden: jax.Array, anchor: jax.Array
+    draft: DFlashDraft,
+    logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    implementation: Implementation = None,
 ) -> jax.Array:
     """DFlash2's greedy proposal for one sequence: top-k, projection, walk.
 
     Args: logits `[nd, V]` (after multiplier and cap), hidden `[nd, H]`, the mask-fill rows
       1..b-1; anchor: the token before them. Returns the drafted ids `[nd]`.
 
-    Raises ValueError naming the slot where logits are not finite (outside a compiled program).
+    Raises ValueError naming the slot where logits are not finite (outside a compiled program),
+    NotImplementedError as `kernels.resolve` does.
     """
-    proposal = propose(draft, logits[None], hidden[None], jnp.asarray(anchor, jnp.int32)[None])
+    _require_selector(draft)
+    anchor = jnp.asarray(anchor, jnp.int32)[None]
+    proposal = propose(draft, logits[None], hidden[None], anchor, implementation=implementation)
     _refuse_fault(proposal)
     return proposal.tokens[0]
 
@@ -123,17 +139,24 @@ def dflash2_propose_sampled(
     anchor: jax.Array,
     temperature: jax.Array,
     uniforms: jax.Array,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The sampled twin of `dflash2_propose_greedy`: path and q_chosen `[nd]`, q_rows `[nd, k]`.
 
-    uniforms `[nd]` in [0, 1).
+    temperature `[]`; uniforms `[nd]` in [0, 1), one a slot. Raises as its twin does.
     """
+    _require_selector(draft)
     off = Filters.off(1).replace(temperature=jnp.asarray(temperature, jnp.float32)[None])
     anchor = jnp.asarray(anchor, jnp.int32)[None]
-    proposal = propose(draft, logits[None], hidden[None], anchor, off, uniforms[None])
+    rows = (logits[None], hidden[None], anchor)
+    proposal = propose(draft, *rows, off, uniforms[None], implementation=implementation)
     _refuse_fault(proposal)
-    assert proposal.q_rows is not None
     return proposal.tokens[0], proposal.q_chosen[0], proposal.q_rows[0]
+
+
+def _require_selector(draft: DFlashDraft) -> None:
+    if draft.dflash2 is None:
+        raise ValueError(f"draft: expected a DFlash2 drafter, found {draft.config.family}")
 
 
 def _refuse_fault(proposal: Proposal) -> None:
@@ -142,11 +165,11 @@ def _refuse_fault(proposal: Proposal) -> None:
         raise ValueError(f"non-finite draft logits: sequence 0, draft slot {int(fault) + 1}")
 
 
-def _propose_rows(draft, logits, filters, uniforms, row_draws) -> Proposal:
+def _propose_rows(draft, logits, filters, uniforms, row_draws, implementation) -> Proposal:
     """DFlash: independent rows."""
     fault = first_fault(logits)
     if filters is None or row_draws == "argmax":
-        tokens = propose_rows(draft, logits)
+        tokens = propose_rows(draft, logits, implementation)
         return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), fault)
     dense = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, filters)
     ids = jax.vmap(jax.vmap(draw))(dense, uniforms)
@@ -174,19 +197,21 @@ def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal
     return Proposal(chain.tokens, q_chosen, fault, q_dense=chain.q_rows)
 
 
-def _propose_path(draft, logits, hidden, anchor, filters, uniforms) -> Proposal:
+def _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementation) -> Proposal:
     """DFlash2: top-k candidates, then a path through the selector's lattice."""
     head = draft.dflash2
-    unary, cand = selector.top_candidates(logits, head.top_k)
+    unary, cand = selector.top_candidates(logits, head.top_k, implementation)
     hproj = selector.hidden_projection(head, hidden)
     fault = selector.candidate_fault(unary)
     cand = _target_ids(draft, cand)
     codebooks = (head.predecessor, head.successor)
     if filters is None:
-        walk = jax.vmap(selector.lattice_walk_greedy, in_axes=(None, None, 0, 0, 0, 0))
+        walk = partial(selector.lattice_walk_greedy, implementation=implementation)
+        walk = jax.vmap(walk, in_axes=(None, None, 0, 0, 0, 0))
         path = walk(*codebooks, unary, cand, hproj, anchor)
         return Proposal(path, jnp.ones(path.shape, jnp.float32), fault)
-    walk = jax.vmap(selector.lattice_walk_sampled, in_axes=(None, None, 0, 0, 0, 0, 0, 0))
+    walk = partial(selector.lattice_walk_sampled, implementation=implementation)
+    walk = jax.vmap(walk, in_axes=(None, None, 0, 0, 0, 0, 0, 0))
     drawn = walk(*codebooks, unary, cand, hproj, anchor, filters.temperature, uniforms)
     return Proposal(drawn.path, drawn.q_chosen, fault, cand=cand, q_rows=drawn.q_rows)
 

@@ -13,6 +13,7 @@ from flax import struct
 
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ctx
+from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV, write_at
 from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
 from dflash_jax.sampling import Sampler, shaped_logits
@@ -30,10 +31,12 @@ class RoundPlan:
     block_size: rows drafted; 1 means no drafter (plain decoding).
     verify_width: most rows the target verifies, anchor included.
     capacity: rows a sequence may commit.
+    harvest: which of the block's rows are drafts. policy: how wide a round verifies.
     widths: verify widths to compile, ascending, the last one `verify_width`; the narrowest that
       holds every sequence's window runs.
     sampled: whether any sequence samples; row_draws: see `propose.propose`.
     logprobs: whether to keep the target's log-probability of every emitted token.
+    implementation: of the ops that have kernels, see `kernels.resolve`.
     """
 
     block_size: int
@@ -45,6 +48,7 @@ class RoundPlan:
     sampled: bool = False
     row_draws: RowDraws = "argmax"
     logprobs: bool = False
+    implementation: Implementation = None
 
 
 @struct.dataclass
@@ -95,7 +99,7 @@ def propose_block(
     noise = target.embed(block) * config.input_embedding_scale
     start = state.target.len
     pos = start[:, None] + jnp.arange(plan.block_size)
-    hidden, kv = forward_round(draft, state.draft, noise, pos)
+    hidden, kv = forward_round(draft, state.draft, noise, pos, plan.implementation)
     first, count = plan.harvest.first_row, plan.verify_width - 1
     rows = hidden[:, first : first + count]
     with jax.named_scope("propose"):
@@ -104,7 +108,16 @@ def propose_block(
         if plan.sampled:
             filters = state.sampler.filters
             uniforms = state.sampler.uniforms("draft", start[:, None] + 1 + jnp.arange(count))
-        proposal = propose(draft, logits, rows, state.anchor, filters, uniforms, plan.row_draws)
+        proposal = propose(
+            draft,
+            logits,
+            rows,
+            state.anchor,
+            filters,
+            uniforms,
+            plan.row_draws,
+            plan.implementation,
+        )
     return proposal, kv
 
 
@@ -158,7 +171,8 @@ def spec_round(
     width = window(state, proposal, plan)
     with jax.named_scope("verify"):
         widest = jnp.max(jnp.where(live, width, 1))
-        out = verify(target, state.target, cand, taps, widest, plan.widths or (cand.shape[1],))
+        widths = plan.widths or (cand.shape[1],)
+        out = verify(target, state.target, cand, taps, widest, widths, plan.implementation)
     with jax.named_scope("accept"):
         decision, history = decide(state, proposal, cand, out.logits, width, plan)
         gain, done = clip_gain(

@@ -4,17 +4,27 @@
 choice depends on the token chosen before it, the anchor for slot 0. Everything here is for one
 sequence; batches are vmapped. Two forms of each walk give equal paths: the sequential one
 (`lax.scan`), and the lattice, which scores all k x k pairs of a slot at once and then only chases
-indices. Source: z-lab/dflash `CandidateSelector`.
+indices. A third, the GPU kernel, is one launch for a path. Source: z-lab/dflash
+`CandidateSelector`.
 """
 
+import math
+from types import ModuleType
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax import kernels
+from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.sampling import GREEDY_TEMPERATURE, inverse_cdf
+
+MOST_CANDIDATES, MOST_ROWS = 64, 65535
+"""Of the top-k kernel: k, and rows in one call."""
+MOST_TILE = 1 << 14
+"""Of the walk kernel: one slot's codebook entries, k * R, which it holds in registers."""
 
 
 @struct.dataclass
@@ -40,13 +50,50 @@ class Walk(NamedTuple):
     q_rows: jax.Array
 
 
-def top_candidates(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+def top_candidates(
+    logits: jax.Array, k: int, implementation: Implementation = None
+) -> tuple[jax.Array, jax.Array]:
     """The k best of each row `[..., V]`: (unary, ids) `[..., k]`, descending, ties by lower id.
 
-    A NaN counts as the greatest and comes out first; `candidate_fault` finds it.
+    A NaN counts as the greatest and comes out first; `candidate_fault` finds it. Below it the order
+    is the total order of floats: 0 before -0. The kernel gives the very same arrays. Raises
+    NotImplementedError as `kernels.resolve` does.
     """
-    unary, ids = jax.lax.top_k(logits, k)
+    if kernels.resolve(implementation, _top_k_refusal(logits, k)) == "pallas":
+        return kernels.kernel("topk").top_k(logits, k)
+    # A NaN with its sign bit set, which x86 arithmetic makes, would come out last.
+    best = jax.lax.top_k(jnp.where(jnp.isnan(logits), jnp.nan, logits), k)
+    # Where XLA folds the slices of its result into what reads them, it sorts the whole vocabulary:
+    # 200 ms instead of one for 11 rows of 49152 on a CPU.
+    unary, ids = jax.lax.optimization_barrier(best)
     return unary, ids.astype(jnp.int32)
+
+
+def _top_k_refusal(logits: jax.Array, k: int) -> str | None:
+    *lead, vocabulary = logits.shape
+    most = min(MOST_CANDIDATES, vocabulary)
+    if not 1 <= k <= most:
+        return f"k: expected 1 to {most}, found {k}"
+    if not 1 <= math.prod(lead) <= MOST_ROWS:
+        return f"rows of logits: expected 1 to {MOST_ROWS}, found {math.prod(lead)}"
+    return _dtype_refusal("logits", logits.dtype)
+
+
+def _dtype_refusal(name: str, dtype: jnp.dtype) -> str | None:
+    if dtype not in (jnp.float32, jnp.bfloat16):
+        return f"{name}: expected float32 or bfloat16, found {dtype}"
+    return None
+
+
+def best_ids(logits: jax.Array, implementation: Implementation = None) -> jax.Array:
+    """`jnp.argmax` of each row `[..., V]` as int32: the first NaN where there is one.
+
+    implementation: XLA unless the kernel is asked for, which was measured slower. Raises
+    NotImplementedError as `kernels.resolve` does.
+    """
+    if kernels.resolve(implementation, _top_k_refusal(logits, 1), best="xla") == "pallas":
+        return kernels.kernel("topk").argmax(logits)
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 def candidate_fault(unary: jax.Array) -> jax.Array:
@@ -60,19 +107,34 @@ def hidden_projection(head: DFlash2Head, hidden: jax.Array) -> jax.Array:
     return linear(hidden, head.hidden_projection, dtype=jnp.float32)
 
 
-def dflash2_walk_greedy(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
+def dflash2_walk_greedy(
+    pred, succ, unary, cand, hproj, anchor, implementation: Implementation = None
+) -> jax.Array:
     """The greedy path `[nd]`: argmax of each slot's scores, ties to the lowest candidate index.
 
     Args:
       pred, succ: codebooks `[V, R]`. unary, cand: `[nd, k]` from `top_candidates`.
       hproj: `[nd, R]` from `hidden_projection`. anchor: the token before slot 0.
+      implementation: the kernel sums over R in another order, so scores agree to 1e-6, and paths
+        wherever no two scores are that close.
+
+    Raises NotImplementedError as `kernels.resolve` does.
     """
-    return dflash2_walk_greedy_q(pred, succ, unary, cand, hproj, anchor)[0]
+    walk = (pred, succ, unary, cand, hproj, anchor)
+    kernel = _walk_kernel(pred, cand, implementation)
+    return _scan_greedy(*walk)[0] if kernel is None else kernel.greedy(*walk)
 
 
-def dflash2_walk_greedy_q(pred, succ, unary, cand, hproj, anchor) -> tuple[jax.Array, jax.Array]:
+def dflash2_walk_greedy_q(
+    pred, succ, unary, cand, hproj, anchor, implementation: Implementation = None
+) -> tuple[jax.Array, jax.Array]:
     """`dflash2_walk_greedy` with each choice's softmax probability at T = 1: (path, q `[nd]`)."""
+    kernel = _walk_kernel(pred, cand, implementation)
+    walk = _scan_greedy if kernel is None else kernel.greedy_q
+    return walk(pred, succ, unary, cand, hproj, anchor)
 
+
+def _scan_greedy(pred, succ, unary, cand, hproj, anchor) -> tuple[jax.Array, jax.Array]:
     def step(prev, slot):
         scores = _scores(_rows(pred, prev), succ, *slot)
         choice = jnp.argmax(scores)
@@ -84,21 +146,45 @@ def dflash2_walk_greedy_q(pred, succ, unary, cand, hproj, anchor) -> tuple[jax.A
 
 
 def dflash2_walk_sampled(
-    pred, succ, unary, cand, hproj, anchor, temperature, uniforms
+    pred,
+    succ,
+    unary,
+    cand,
+    hproj,
+    anchor,
+    temperature,
+    uniforms,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A path drawn slot by slot from softmax(scores / temperature); no top-k or top-p here.
 
-    Args: as `dflash2_walk_greedy`, and uniforms `[nd]` in [0, 1), one a slot.
+    Args: as `dflash2_walk_greedy`; temperature `[]`; uniforms `[nd]` in [0, 1), one a slot. The
+    draw is an inverse CDF in candidate order, a residue goes to the likeliest.
 
-    Returns (path `[nd]`, q_chosen `[nd]`, q_rows `[nd, k]`). At or below the greedy threshold the
-    path is the greedy one and each row one-hot.
+    Returns (path `[nd]`, q_chosen `[nd]`, q_rows `[nd, k]`). At or below
+    `sampling.GREEDY_TEMPERATURE` the path is the greedy one and each row one-hot.
     """
-    walk = sampled_walk(pred, succ, unary, cand, hproj, anchor, temperature, uniforms)
-    return walk.path, walk.q_chosen, walk.q_rows
+    walk = (pred, succ, unary, cand, hproj, anchor)
+    drawn = sampled_walk(*walk, temperature, uniforms, implementation)
+    return drawn.path, drawn.q_chosen, drawn.q_rows
 
 
-def sampled_walk(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) -> Walk:
+def sampled_walk(
+    pred,
+    succ,
+    unary,
+    cand,
+    hproj,
+    anchor,
+    temperature,
+    uniforms,
+    implementation: Implementation = None,
+) -> Walk:
     """`dflash2_walk_sampled` with the chosen candidate indices: a `Walk`."""
+    kernel = _walk_kernel(pred, cand, implementation)
+    if kernel is not None:
+        walk = (pred, succ, unary, cand, hproj, anchor)
+        return Walk(*kernel.sampled(*walk, temperature, uniforms))
 
     def step(prev, slot):
         *slot, u = slot
@@ -108,6 +194,16 @@ def sampled_walk(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) 
 
     anchor = jnp.asarray(anchor, cand.dtype)
     return jax.lax.scan(step, anchor, (unary, cand, hproj, uniforms))[1]
+
+
+def _walk_kernel(pred, cand, implementation: Implementation) -> ModuleType | None:
+    """The kernel's module, None where the reference shall run."""
+    k, rank = cand.shape[-1], pred.shape[-1]
+    refusal = _dtype_refusal("codebooks", pred.dtype)
+    if k * rank > MOST_TILE:
+        refusal = f"k * rank: expected at most {MOST_TILE}, found {k} * {rank}"
+    chosen = kernels.resolve(implementation, refusal)
+    return kernels.kernel("walk") if chosen == "pallas" else None
 
 
 def pair_scores(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
@@ -122,15 +218,35 @@ def pair_scores(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
     )
 
 
-def lattice_walk_greedy(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
-    """`dflash2_walk_greedy` by the lattice form."""
-    best = jnp.argmax(pair_scores(pred, succ, unary, cand, hproj, anchor), axis=-1)
+def lattice_walk_greedy(
+    pred, succ, unary, cand, hproj, anchor, implementation: Implementation = None
+) -> jax.Array:
+    """`dflash2_walk_greedy` by the lattice form, where the kernel does not run."""
+    walk = (pred, succ, unary, cand, hproj, anchor)
+    kernel = _walk_kernel(pred, cand, implementation)
+    if kernel is not None:
+        return kernel.greedy(*walk)
+    best = jnp.argmax(pair_scores(*walk), axis=-1)
     return jnp.take_along_axis(cand, _chase(best)[:, None], axis=1)[:, 0]
 
 
-def lattice_walk_sampled(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) -> Walk:
-    """`sampled_walk` by the lattice form."""
-    scores = pair_scores(pred, succ, unary, cand, hproj, anchor)
+def lattice_walk_sampled(
+    pred,
+    succ,
+    unary,
+    cand,
+    hproj,
+    anchor,
+    temperature,
+    uniforms,
+    implementation: Implementation = None,
+) -> Walk:
+    """`sampled_walk` by the lattice form, where the kernel does not run."""
+    walk = (pred, succ, unary, cand, hproj, anchor)
+    kernel = _walk_kernel(pred, cand, implementation)
+    if kernel is not None:
+        return Walk(*kernel.sampled(*walk, temperature, uniforms))
+    scores = pair_scores(*walk)
     over_pairs = jax.vmap(jax.vmap(_draw, in_axes=(0, None, None)), in_axes=(0, None, 0))
     choices, rows = over_pairs(scores, temperature, uniforms)
     chosen = _chase(choices)

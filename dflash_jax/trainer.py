@@ -42,8 +42,11 @@ class RunOptions:
     """Where a run writes and when it stops.
 
     out: the drafter's directory (weights, log.csv, README.md). state: file to resume from.
-    batch: sequences a step. stop_at: stop after this step, before the schedule's end. deadline:
-    `time.monotonic()` value after which no further step begins. storage: of the exported weights.
+    batch: sequences a step. seed: of anchors and of the batches' order. stop_at: stop after this
+    step, before the schedule's end. deadline: `time.monotonic()` value after which no further step
+    begins. log_every, eval_every: steps between log rows, and between rows with held-out figures.
+    save_every: least seconds between saves, at a log row. storage: of the exported weights, see
+    `save_draft`; None is bf16. mesh: see `training.data_mesh`.
     """
 
     out: Path
@@ -97,13 +100,14 @@ def train(
             jax.block_until_ready(metrics)
             compiled = time.monotonic()
             report(f"first step (compilation) {compiled - began:.1f} s")
-        if step % options.log_every == 0 or step == last:
+        due = step % options.eval_every == 0 or step == last
+        if due or step % options.log_every == 0:
             row = {"step": step, "rate": schedule.rate(step - 1)}
             row |= add_metrics(window).summary()
             window = []
             if not np.isfinite(row["loss"]):
                 raise ValueError(f"loss: expected a finite number, found {row['loss']} at {step}")
-            if heldout is not None and (step % options.eval_every == 0 or step == last):
+            if heldout is not None and due:
                 held = eval_step(everywhere, state.ema, heldout, recipe, dtype).summary()
                 row |= {f"heldout_{name}": value for name, value in held.items()}
             now = time.monotonic()
@@ -231,7 +235,7 @@ def model_card(
     name: str, facts: dict[str, Any], reports: Sequence[KindReport], lossless: bool, budget: int
 ) -> str:
     """A README for the drafter: what it belongs to, how it was made, what it reached."""
-    lines = [f"# DFlash drafter for {name}", ""]
+    lines = [f"# Drafter for {name}", ""]
     lines += ["A block drafter for speculative decoding, in the format of `dflash_jax.load_draft`."]
     lines += ["", "## Training", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
     lines += ["## Held-out acceptance", ""]

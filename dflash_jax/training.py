@@ -21,7 +21,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from dflash_jax.attention import ABSENT, attention_mask
+from dflash_jax.attention import attention_mask
 from dflash_jax.checkpoint import named_leaves
 from dflash_jax.config import (
     DFlash2Config,
@@ -30,8 +30,9 @@ from dflash_jax.config import (
     Family,
     resolve_harvest,
 )
-from dflash_jax.draft import DFlashDraft, context_kv, ctx_features, layer_forward
+from dflash_jax.draft import DFlashDraft, block_qkv, context_kv, ctx_features, layer_forward
 from dflash_jax.extras import require
+from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rms_norm, rope_tables
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
 from dflash_jax.targets import Target
@@ -53,7 +54,10 @@ def data_mesh(devices: int | None = None) -> Mesh | None:
 
 
 def spread(tree: Any, mesh: Mesh | None, *, rows: bool) -> Any:
-    """`tree` on the mesh: its rows (leading axes) shared out, or whole on every device."""
+    """`tree` on the mesh: its rows (leading axes) shared out, or whole on every device.
+
+    As it is where there is no mesh. The rows must be a multiple of the devices.
+    """
     if mesh is None:
         return tree
     return jax.device_put(
@@ -211,8 +215,12 @@ def block_hidden(
             q_pos, k_pos, causal=config.layer_causal[index], window=config.layer_window[index]
         )
         mask = jnp.broadcast_to(mask, (*q_pos.shape, k_pos.shape[-1]))
-        attend = partial(_attend, *context_kv(config, layer, feats, *ctx_rope), mask)
-        return layer_forward(config, layer, x, *row_rope, attend)
+        context = context_kv(config, layer, feats, *ctx_rope)
+
+        def attend(qkv):
+            return _attend(*context, mask, *block_qkv(config, layer, qkv, *row_rope))
+
+        return layer_forward(config, layer, x, attend)
 
     x = noise.reshape(batch, count * block, hidden).astype(draft.dtype)
     for i, layer in enumerate(draft.layers):

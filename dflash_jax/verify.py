@@ -9,8 +9,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.kernels import Implementation
 from dflash_jax.propose import Proposal
-from dflash_jax.sampling import Sampler, draw, filtered_probs, product_below, residual
+from dflash_jax.sampling import (
+    Sampler,
+    accept_len,
+    draw,
+    filtered_probs,
+    residual,
+    residual_sparse,
+)
 from dflash_jax.targets import Target
 from dflash_jax.window import dspark_accept_prefix
 
@@ -42,6 +50,7 @@ def verify(
     taps: tuple[int, ...],
     width: jax.Array,
     widths: tuple[int, ...],
+    implementation: Implementation = None,
 ) -> Verified:
     """One target forward over the leading rows of `cand [B, w]`.
 
@@ -51,7 +60,7 @@ def verify(
     """
 
     def run(state: Any, rows: int) -> Verified:
-        out, state = target.forward(state, cand[:, :rows], taps)
+        out, state = target.forward(state, cand[:, :rows], taps, implementation)
         return Verified(target.logits(out.hidden), out.taps, state)
 
     if len(widths) == 1:
@@ -101,9 +110,9 @@ def decide_sampled(
     if proposal is not None:
         u_accept = sampler.uniforms("accept", positions[:, :-1])
         p = jnp.take_along_axis(probs[:, :-1], cand[:, 1:, None], axis=-1)[..., 0]
-        kept = product_below(u_accept, proposal.q_chosen, p)
-        kept = kept & (jnp.arange(1, cand.shape[1]) < width[:, None])
-        accepted = jnp.cumprod(kept.astype(jnp.int32), axis=1).sum(axis=1)
+        accepted = jnp.minimum(
+            accept_len(p, proposal.q_chosen, u_accept), jnp.maximum(width, 1) - 1
+        )
 
     def pick(rows: jax.Array) -> jax.Array:
         return jax.vmap(lambda r, m: r[m])(rows, accepted)
@@ -113,7 +122,7 @@ def decide_sampled(
         full = accepted >= width - 1
         # On a full window there is no rejected draft; its slot index is clipped and unused.
         slot = jnp.minimum(accepted, cand.shape[1] - 2)
-        rejected = jax.vmap(residual)(law, _law_of(proposal, slot, law.shape[-1]))
+        rejected = _residual(law, proposal, slot)
         law = jnp.where(full[:, None], law, rejected)
         u = jnp.where(full, u, pick(u_residual))
     last = jax.vmap(draw)(law, u)
@@ -122,16 +131,15 @@ def decide_sampled(
     return Decision(jnp.where(own, last[:, None], drafts), accepted)
 
 
-def _law_of(proposal: Proposal, slot: jax.Array, vocabulary: int) -> jax.Array:
-    """The law `[B, V]` that slot `slot [B]` was drawn from."""
+def _residual(law: jax.Array, proposal: Proposal, slot: jax.Array) -> jax.Array:
+    """What is left of the target's law `[B, V]` after slot `slot [B]` was rejected."""
 
     def at(rows: jax.Array) -> jax.Array:
         return jax.vmap(lambda r, j: r[j])(rows, slot)
 
     if proposal.q_dense is not None:
-        return at(proposal.q_dense)
-    if proposal.cand is not None:
-        ids, weights = at(proposal.cand), at(proposal.q_rows)
-    else:
-        ids, weights = at(proposal.tokens)[:, None], jnp.ones((slot.shape[0], 1), jnp.float32)
-    return jax.vmap(lambda i, w: jnp.zeros((vocabulary,), w.dtype).at[i].add(w))(ids, weights)
+        return jax.vmap(residual)(law, at(proposal.q_dense))
+    if proposal.cand is not None and proposal.q_rows is not None:
+        return jax.vmap(residual_sparse)(law, at(proposal.cand), at(proposal.q_rows))
+    one = jnp.ones((slot.shape[0], 1), law.dtype)
+    return jax.vmap(residual_sparse)(law, at(proposal.tokens)[:, None], one)

@@ -18,20 +18,29 @@ import jax
 from oracle_backbone import Check
 from oracle_checks import SAMPLING, check_stage_case, check_tiny_family
 
+from dflash_jax import kernels
+from dflash_jax.cli import Parser
+from dflash_jax.kernels import Implementation
 
-def find_cases(directory: Path) -> dict[str, Callable[[], Iterator[Check]]]:
+
+def find_cases(
+    directory: Path, implementation: Implementation = "xla"
+) -> dict[str, Callable[[], Iterator[Check]]]:
     """Case name -> its checks, for everything the folder holds.
+
+    implementation: of the ops that have kernels; head dims and shapes a kernel does not take are
+    skipped, and say so.
 
     Raises FileNotFoundError where the folder has none of `stages/`, `tiny/`, `sampling/`.
     """
     cases: dict[str, Callable[[], Iterator[Check]]] = {}
     for stage in sorted((directory / "stages").glob("*/manifest.json")):
-        cases[stage.parent.name] = lambda d=stage.parent: check_stage_case(d)
+        cases[stage.parent.name] = lambda d=stage.parent: check_stage_case(d, implementation)
     tiny = directory / "tiny"
     for config in sorted(tiny.glob("*/config.json")):
         family = config.parent.name
         if family != "target":
-            cases[f"tiny/{family}"] = lambda f=family: check_tiny_family(tiny, f)
+            cases[f"tiny/{family}"] = lambda f=family: check_tiny_family(tiny, f, implementation)
     for file in sorted((directory / "sampling").glob("*.npz")):
         name = f"sampling/{file.stem}"
         if file.stem in SAMPLING:
@@ -57,16 +66,15 @@ def guarded(name: str, run: Callable[[], Iterator[Check]]) -> Iterator[Check]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=RawHelp)
+    parser = Parser(description=__doc__, formatter_class=RawHelp)
     parser.add_argument("directory", type=Path, metavar="DIR")
     parser.add_argument("--case", metavar="NAME", help="run one case, e.g. dflash_yarn")
     parser.add_argument("--implementation", choices=("xla", "pallas"), default="xla")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    options = parser.parse_args(arguments)
     try:
-        if options.implementation == "pallas":
-            raise NotImplementedError("--implementation pallas: this version has no such kernels")
-        cases = find_cases(options.directory)
+        options = parser.parse_args(arguments)
+        kernels.resolve(options.implementation)
+        cases = find_cases(options.directory, options.implementation)
         if options.case is not None and options.case not in cases:
             raise ValueError(f"--case: expected one of {', '.join(cases)}, found {options.case!r}")
     except (FileNotFoundError, NotImplementedError, ValueError) as error:

@@ -23,13 +23,14 @@ from dflash_jax.draft import (
     ingest_ctx,
     layer_forward,
 )
+from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear, rms_norm, rope_frequencies, rope_tables, swiglu
 
 TOLERANCE = 1e-5
 """Of max abs difference / max abs reference, in f32."""
 
 _forward_block, _ingest_ctx = jax.jit(forward_block), jax.jit(ingest_ctx)
-_forward_round = jax.jit(forward_round)
+_forward_round = jax.jit(forward_round, static_argnames=("implementation",))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +90,12 @@ def same(case: str, stage: str, got: Any, reference: Any) -> Check:
 
 @dataclasses.dataclass(frozen=True)
 class StageCase:
-    """A folder under `stages/` with its drafter, held in f32."""
+    """A folder under `stages/` with its drafter, held in f32, and what its ops run on."""
 
     name: str
     directory: Path
     draft: DFlashDraft
+    implementation: Implementation = "xla"
 
     def arrays(self, file: str) -> dict[str, np.ndarray]:
         """The arrays of `file`.npz."""
@@ -148,7 +150,7 @@ def layer0_parts(
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     parts["after_input_norm"] = h = rms_norm(x, layer.input_norm, eps)
     h, dyn = _prepare(layer.attention_conv, h)
-    q, k, v = block_qkv(config, layer, h, cos[:, ctx:], sin[:, ctx:])
+    q, k, v = block_qkv(config, layer, linear(h, layer.qkv), cos[:, ctx:], sin[:, ctx:])
     ctx_k, ctx_v = context_kv(config, layer, features, cos[:, :ctx], sin[:, :ctx])
     k, v = jnp.concatenate([ctx_k, k], axis=1), jnp.concatenate([ctx_v, v], axis=1)
     parts |= {"q_rope": q, "k_rope": k, "v": v}
@@ -171,11 +173,13 @@ def layer0_parts(
 
 
 def _prepare(conv: DFlash2Conv | None, h: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    return (h, None) if conv is None else d2_conv_prepare(conv, h)
+    return (h, None) if conv is None else d2_conv_prepare(conv, h, implementation="xla")
 
 
 def _finish(conv: DFlash2Conv | None, y: jax.Array, dyn: jax.Array | None) -> jax.Array:
-    return y if conv is None or dyn is None else d2_conv_finish(conv, y, dyn)
+    if conv is None or dyn is None:
+        return y
+    return d2_conv_finish(conv, y, dyn, implementation="xla")
 
 
 def check_backbone(case: StageCase) -> Iterator[Check]:
@@ -199,7 +203,8 @@ def layer_outputs(
     for i, layer in enumerate(draft.layers):
         ctx_k, ctx_v = context_kv(config, layer, features, cos[:, :ctx], sin[:, :ctx])
 
-        def attend(q, k, v, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+        def attend(qkv, layer=layer, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+            q, k, v = block_qkv(config, layer, qkv, cos[:, ctx:], sin[:, ctx:])
             return block_attention(
                 q,
                 jnp.concatenate([ctx_k, k], axis=1).swapaxes(1, 2),
@@ -210,7 +215,7 @@ def layer_outputs(
                 window=config.layer_window[i],
             )
 
-        x = layer_forward(config, layer, x, cos[:, ctx:], sin[:, ctx:], attend)
+        x = layer_forward(config, layer, x, attend)
         outputs.append(x)
     return outputs
 
@@ -234,7 +239,7 @@ def check_rounds(case: StageCase) -> Iterator[Check]:
         uncached = _forward_block(draft, features[:end], noise, pos)
         yield case.close(f"r{r}_uncached", uncached, rounds[f"r{r}_final_uncached"])
         kv = _ingest_ctx(draft, kv, features[begin:end], pos_new)
-        cached, kv = _forward_round(draft, kv, noise, pos_block)
+        cached, kv = _forward_round(draft, kv, noise, pos_block, case.implementation)
         yield case.close(f"r{r}_cached", cached, rounds[f"r{r}_final_cached"])
         kept = manifest["reference_cache_rows_after_crop_per_layer"][r]
         yield from check_cache(case, f"r{r}_cache", kv, every_row, positions[:end], kept)

@@ -28,6 +28,7 @@ from dflash_jax import SpecSession, load_draft, markov, sampling, selector
 from dflash_jax.config import read_config
 from dflash_jax.conv import d2_conv_finish, d2_conv_prepare
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.propose import draft_logits, propose_rows
 from dflash_jax.round import propose_block
@@ -57,7 +58,8 @@ def check_rows(case: StageCase) -> Iterator[Check]:
     target = RecordedHead(jnp.asarray(heads["lm_head"]))
     logits = draft_logits(target, case.draft, final[1:])  # type: ignore[arg-type]
     yield case.close("draft_logits", logits, heads["draft_logits"])
-    yield case.same("draft_greedy", propose_rows(case.draft, logits), heads["draft_greedy"])
+    greedy = propose_rows(case.draft, logits, case.implementation)
+    yield case.same("draft_greedy", greedy, heads["draft_greedy"])
 
 
 def check_conv(case: StageCase) -> Iterator[Check]:
@@ -66,8 +68,9 @@ def check_conv(case: StageCase) -> Iterator[Check]:
     for i, layer in enumerate(case.draft.layers):
         for kind in ("attention_conv", "mlp_conv"):
             name, conv = f"l{i}_{kind}", getattr(layer, kind)
-            out, dyn = d2_conv_prepare(conv, jnp.asarray(recorded[f"{name}_prepare_in"]))
-            finished = d2_conv_finish(conv, jnp.asarray(recorded[f"{name}_finish_in"]), dyn)
+            x, y = (jnp.asarray(recorded[f"{name}_{half}_in"]) for half in ("prepare", "finish"))
+            out, dyn = d2_conv_prepare(conv, x, implementation=case.implementation)
+            finished = d2_conv_finish(conv, y, dyn, implementation=case.implementation)
             parts = {
                 "prepare_out": out,
                 "kernel_projection_out": dyn.reshape(dyn.shape[0], -1),
@@ -89,16 +92,17 @@ def check_selector(case: StageCase) -> Iterator[Check]:
     assert head is not None
     hproj = selector.hidden_projection(head, final)
     books = head.predecessor, head.successor
-    yield from check_walks(case.name, case.arrays("selector"), *books, logits, hproj)
+    inputs = *books, logits, hproj
+    yield from check_walks(case.name, case.arrays("selector"), *inputs, case.implementation)
 
 
-def check_selector_alone(directory: Path) -> Iterator[Check]:
+def check_selector_alone(directory: Path, implementation: Implementation) -> Iterator[Check]:
     """A case without drafter: the selector on numbers with exact ties."""
     with np.load(directory / "selector.npz") as stored:
         recorded = dict(stored)
     names = ("predecessor_codebook", "successor_codebook", "logits", "hidden_proj")
     inputs = (jnp.asarray(recorded[name]) for name in names)
-    yield from check_walks(directory.name, recorded, *inputs)
+    yield from check_walks(directory.name, recorded, *inputs, implementation)
 
 
 def check_walks(
@@ -108,10 +112,11 @@ def check_walks(
     succ: jax.Array,
     logits: jax.Array,
     hproj: jax.Array,
+    implementation: Implementation,
 ) -> Iterator[Check]:
     """Candidates, scores along each recorded path, and the paths of both walks."""
     yield close(case, "hidden_proj", hproj, recorded["hidden_proj"])
-    unary, cand = selector.top_candidates(logits, recorded["unary"].shape[1])
+    unary, cand = selector.top_candidates(logits, recorded["unary"].shape[1], implementation)
     yield close(case, "unary", unary, recorded["unary"])
     yield same(case, "candidates", cand, recorded["candidates"])
     anchor = jnp.asarray(recorded["anchor"][0], jnp.int32)
@@ -123,7 +128,7 @@ def check_walks(
     yield close(case, "greedy_scores", along(recorded["greedy_k"]), recorded["greedy_scores"])
     inputs = pred, succ, unary, cand, hproj, anchor
     for form in ("dflash2_walk_greedy", "lattice_walk_greedy"):
-        path = getattr(selector, form)(*inputs)
+        path = getattr(selector, form)(*inputs, implementation=implementation)
         yield same(case, f"greedy_path ({form})", path, recorded["greedy_path"])
     for t in temperatures(recorded):
         name, uniforms = f"t{t}", jnp.asarray(recorded[f"t{t}_uniforms"])
@@ -131,7 +136,8 @@ def check_walks(
             case, f"{name}_scores", along(recorded[f"{name}_k"]), recorded[f"{name}_scores"]
         )
         for form in ("sampled_walk", "lattice_walk_sampled"):
-            walk = getattr(selector, form)(*inputs, jnp.float32(t), uniforms)
+            draws = jnp.float32(t), uniforms
+            walk = getattr(selector, form)(*inputs, *draws, implementation=implementation)
             yield same(case, f"{name}_k ({form})", walk.chosen, recorded[f"{name}_k"])
             yield same(case, f"{name}_path ({form})", walk.path, recorded[f"{name}_path"])
             yield close(case, f"{name}_q_rows ({form})", walk.q_rows, recorded[f"{name}_q_rows"])
@@ -211,17 +217,18 @@ FAMILY_STAGES: dict[str, tuple[Stage, ...]] = {
 """What runs for a drafter of each family. A family that is not here is skipped by name."""
 
 
-def check_stage_case(directory: Path) -> Iterator[Check]:
+def check_stage_case(directory: Path, implementation: Implementation) -> Iterator[Check]:
     """All stages of one folder under `stages/`."""
     name, checkpoint = directory.name, directory / "checkpoint"
     if not checkpoint.is_dir():
-        yield from check_selector_alone(directory)
+        yield from check_selector_alone(directory, implementation)
         return
     family = read_config(checkpoint).family
     if family not in FAMILY_STAGES:
         yield Check(name, "all", None, note=f"family {family} is not in this version")
         return
-    case = StageCase(name, directory, load_draft(checkpoint, dtype=jnp.float32))
+    draft = load_draft(checkpoint, dtype=jnp.float32)
+    case = StageCase(name, directory, draft, implementation)
     for stage in FAMILY_STAGES[family]:
         yield from stage(case)
 
@@ -229,7 +236,9 @@ def check_stage_case(directory: Path) -> Iterator[Check]:
 # --- tiny/: trained models, whole generations ----------------------------------------------------
 
 
-def check_tiny_family(directory: Path, family: str) -> Iterator[Check]:
+def check_tiny_family(
+    directory: Path, family: str, implementation: Implementation
+) -> Iterator[Check]:
     """Token streams, acceptance lengths and every drafted block of one tiny drafter."""
     case = f"tiny/{family}"
     if family not in FAMILY_STAGES:
@@ -241,11 +250,20 @@ def check_tiny_family(directory: Path, family: str) -> Iterator[Check]:
         records = json.loads((directory / file).read_text(encoding="utf-8"))[kind]
         for i, record in enumerate(records):
             if family in record:
-                yield from check_generation(f"{kind}[{i}]", case, target, draft, record, family)
+                pair = target, draft
+                yield from check_generation(
+                    f"{kind}[{i}]", case, *pair, record, family, implementation
+                )
 
 
 def check_generation(
-    stage: str, case: str, target: Target, draft: DFlashDraft, record: dict[str, Any], family: str
+    stage: str,
+    case: str,
+    target: Target,
+    draft: DFlashDraft,
+    record: dict[str, Any],
+    family: str,
+    implementation: Implementation,
 ) -> Iterator[Check]:
     """One recorded generation.
 
@@ -260,6 +278,7 @@ def check_generation(
         stop_token_ids=record.get("stop_token_ids") or (),
         block_size=record.get("block_size"),
         policy=DSparkVtPolicy("fixed"),
+        implementation=implementation,
     )
     session.open([record["prompt_ids"]], budget)
     blocks, raws = [], []

@@ -70,7 +70,7 @@ class TableTarget:
         return TableState(len=jnp.zeros((batch,), jnp.int32))
 
     def forward(
-        self, state: TableState, ids: jax.Array, taps: tuple[int, ...]
+        self, state: TableState, ids: jax.Array, taps: tuple[int, ...], implementation: Any = None
     ) -> tuple[TargetOutput, TableState]:
         check_taps(taps, self.num_layers)
         hidden = jax.nn.one_hot(ids, self.hidden_size, dtype=F32)

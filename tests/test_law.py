@@ -166,12 +166,13 @@ def test_one_draft_a_round_follows_the_law(family):
 
 
 def inverted_accept_test(patch):
-    below = verify.product_below
-    patch.setattr(verify, "product_below", lambda a, b, c: ~below(a, b, c))
+    below = sampling.product_below
+    patch.setattr(sampling, "product_below", lambda a, b, c: ~below(a, b, c))
 
 
 def residual_without_q(patch):
     patch.setattr(verify, "residual", lambda p, q: p)
+    patch.setattr(verify, "residual_sparse", lambda p, ids, q: p)
 
 
 def q_is_not_the_sampled_law(patch):

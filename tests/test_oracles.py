@@ -157,7 +157,10 @@ def test_a_broken_case_fails_and_the_others_run(folder, capsys):
     [
         (["nowhere"], "nowhere: expected cases under stages/, tiny/ or sampling/, found none"),
         ([str(ORACLES), "--case", "dflash3"], "--case: expected one of dflash2, "),
-        ([str(ORACLES), "--implementation", "pallas"], "--implementation pallas: "),
+        (
+            [str(ORACLES), "--implementation", "pallas"],
+            "implementation 'pallas': device: expected an NVIDIA GPU",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(arguments, message, capsys):

@@ -343,6 +343,28 @@ def test_top_k_and_top_p_do_not_touch_the_selectors_scores():
     assert (np.asarray(narrow.q_rows) > 0).all()
 
 
+@pytest.mark.parametrize("batch", [1, BATCH])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_candidates_are_picked_without_sorting_the_vocabulary(batch, sampled):
+    """A program that only wants some of the best may still turn `top_k` into a sort of all."""
+    draft, (logits, hidden, anchor) = random_draft("dflash2"), rows()
+    draws = (sampled_filters(), uniforms()) if sampled else ()
+    args = jax.tree.map(lambda x: x[:batch], (logits, hidden, anchor, *draws))
+    text = jitted.lower(draft, *args).compile().as_text()
+    assert 'custom_call_target="TopK"' in text
+    assert " sort(" not in text
+
+
+@pytest.mark.parametrize("family", ["dflash", "dspark"])
+def test_only_a_dflash2_drafter_has_a_path_to_propose(family):
+    draft, (logits, hidden, _) = random_draft(family), rows()
+    expected = f"draft: expected a DFlash2 drafter, found {family}"
+    with pytest.raises(ValueError, match=expected):
+        dflash2_propose_greedy(draft, logits[0], hidden[0], 1)
+    with pytest.raises(ValueError, match=expected):
+        dflash2_propose_sampled(draft, logits[0], hidden[0], 1, 0.5, uniforms()[0])
+
+
 def test_candidates_are_remapped_before_the_walk():
     """A trimmed head whose row i is token V - 1 - i: the codebooks are read at the target's ids."""
     draft = random_draft("dflash2")

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from families import arrays, assert_close, stage_draft
 
-from dflash_jax import selector
+from dflash_jax import kernels, selector
 from dflash_jax.selector import (
+    Walk,
     candidate_fault,
     dflash2_walk_greedy,
     dflash2_walk_greedy_q,
@@ -32,6 +33,26 @@ SUCC[[1, 2, 3, 4]] = [2, 0], [0, 5], [0, 3], [10, 0]
 CAND = np.array([[1, 2], [3, 4]], np.int32)
 ONES, ZEROS = np.ones((2, 2), np.float32), np.zeros((2, 2), np.float32)
 EVEN = (PRED, SUCC, ZEROS, CAND, ONES, 0)
+
+
+kernel = kernels.kernel("walk")
+
+
+def kernel_greedy(*walk):
+    """The GPU kernel, interpreted."""
+    return kernel.greedy(*walk, interpret=True)
+
+
+def kernel_greedy_q(*walk):
+    return kernel.greedy_q(*walk, interpret=True)
+
+
+def kernel_sampled(*walk):
+    return Walk(*kernel.sampled(*walk, interpret=True))
+
+
+GREEDY = [dflash2_walk_greedy, lattice_walk_greedy, kernel_greedy]
+SAMPLED = [sampled_walk, lattice_walk_sampled, kernel_sampled]
 
 
 def f32(*rows):
@@ -74,11 +95,12 @@ def scores_along(walk, path):
 )
 def test_greedy_example(unary, hproj, path, q):
     walk = (PRED, SUCC, unary, CAND, hproj, 0)
-    assert dflash2_walk_greedy(*walk).tolist() == path
-    assert lattice_walk_greedy(*walk).tolist() == path
-    got_path, got_q = dflash2_walk_greedy_q(*walk)
-    assert got_path.tolist() == path
-    np.testing.assert_allclose(got_q, q, atol=1e-6)
+    for form in GREEDY:
+        assert form(*walk).tolist() == path
+    for form in (dflash2_walk_greedy_q, kernel_greedy_q):
+        got_path, got_q = form(*walk)
+        assert got_path.tolist() == path
+        np.testing.assert_allclose(got_q, q, atol=1e-6)
 
 
 Q1 = np.e / (1 + np.e)
@@ -93,7 +115,7 @@ Q1 = np.e / (1 + np.e)
         (2, [0.99, 0.01], [2, 4], [1 - Q1, 0.993307]),
     ],
 )
-@pytest.mark.parametrize("form", [sampled_walk, lattice_walk_sampled])
+@pytest.mark.parametrize("form", SAMPLED)
 def test_sampled_example(form, temperature, uniforms, path, q_chosen):
     walk = form(*EVEN, np.float32(temperature), f32(*uniforms))
     assert walk.path.tolist() == path
@@ -126,7 +148,7 @@ def test_recorded_candidates_and_projection(case):
 @pytest.mark.parametrize("case", [*CASES, "selector_ties"])
 def test_recorded_greedy_paths(case):
     walk, record = recorded_slots(case)
-    for form in (dflash2_walk_greedy, lattice_walk_greedy, jax.jit(lattice_walk_greedy)):
+    for form in (*GREEDY, jax.jit(lattice_walk_greedy), jax.jit(kernel_greedy)):
         np.testing.assert_array_equal(form(*walk), record["greedy_path"])
     # The recorded scores are those of the path's own row of the lattice.
     lattice = pair_scores(*walk)
@@ -138,7 +160,7 @@ def test_recorded_greedy_paths(case):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
-@pytest.mark.parametrize("form", [sampled_walk, lattice_walk_sampled])
+@pytest.mark.parametrize("form", SAMPLED)
 def test_recorded_draws(form, case, temperature):
     walk, record = recorded_slots(case)
     record = {k.removeprefix(f"t{temperature}_"): v for k, v in record.items()}
@@ -190,8 +212,9 @@ def over_walks(form, extra=0):
 @pytest.mark.parametrize("dyadic", [False, True], ids=["random", "tied"])
 def test_greedy_forms_walk_the_same_paths(dyadic):
     walks, _ = random_walks(0, 500, dyadic=dyadic)
-    scan, lattice = (over_walks(f)(*walks) for f in (dflash2_walk_greedy, lattice_walk_greedy))
-    np.testing.assert_array_equal(scan, lattice)
+    scan, *others = (over_walks(f)(*walks) for f in GREEDY)
+    for other in others:
+        np.testing.assert_array_equal(scan, other)
     tied = 0
     for b, path in enumerate(np.asarray(scan)):
         one = (*walks[:2], *(x[b] for x in walks[2:]))
@@ -208,12 +231,12 @@ def test_greedy_forms_walk_the_same_paths(dyadic):
 @pytest.mark.parametrize("dyadic", [False, True], ids=["random", "tied"])
 def test_sampled_forms_draw_the_same_paths(dyadic, temperature):
     walks, uniforms = random_walks(1, 300, dyadic=dyadic)
-    forms = (over_walks(f, 2) for f in (sampled_walk, lattice_walk_sampled))
-    scan, lattice = (f(*walks, jnp.float32(temperature), uniforms) for f in forms)
-    np.testing.assert_array_equal(scan.path, lattice.path)
-    np.testing.assert_array_equal(scan.chosen, lattice.chosen)
-    np.testing.assert_allclose(scan.q_rows, lattice.q_rows, atol=1e-6)
-    for walk in (scan, lattice):
+    scan, *others = (over_walks(f, 2)(*walks, jnp.float32(temperature), uniforms) for f in SAMPLED)
+    for other in others:
+        np.testing.assert_array_equal(scan.path, other.path)
+        np.testing.assert_array_equal(scan.chosen, other.chosen)
+        np.testing.assert_allclose(scan.q_rows, other.q_rows, atol=1e-6)
+    for walk in (scan, *others):
         chosen = np.take_along_axis(np.asarray(walk.q_rows), np.asarray(walk.chosen)[..., None], -1)
         np.testing.assert_array_equal(walk.q_chosen, chosen[..., 0])  # bit for bit
         path = np.take_along_axis(np.asarray(walks[3]), np.asarray(walk.chosen)[..., None], -1)
@@ -232,7 +255,7 @@ def test_forms_score_pairs_alike():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-9, 1e-6, 1e-5])
-@pytest.mark.parametrize("form", [sampled_walk, lattice_walk_sampled])
+@pytest.mark.parametrize("form", SAMPLED)
 def test_at_the_greedy_threshold_a_draw_is_the_greedy_walk(form, temperature):
     walks, uniforms = random_walks(3, 100, dyadic=True)
     drawn = over_walks(form, 2)(*walks, jnp.float32(temperature), uniforms)
@@ -256,7 +279,7 @@ def test_draws_follow_the_softmax_of_the_scores():
     assert np.abs(seen - expected).sum() / 2 < 0.01
 
 
-@pytest.mark.parametrize("form", [sampled_walk, lattice_walk_sampled])
+@pytest.mark.parametrize("form", SAMPLED)
 def test_the_residue_of_a_cdf_falls_to_the_likeliest_candidate(form):
     """A uniform of 1 - 2**-24 may pass a cdf that sums to a little less than one."""
     last = np.float32(1 - 2**-24)

@@ -449,6 +449,15 @@ def test_several_devices_sample_the_rows_of_one(target):
         assert not spoken[: ends[0] + 2].any()
 
 
+def test_rows_that_cannot_be_sampled_are_refused(target):
+    with pytest.raises(ValueError, match=r"stages: expected the last to hold 1024 tokens, found"):
+        data.SampleOptions(length=1024)
+    starts, chat = data.make_starts([[1]] * 3, data.USER), data.ChatFormat((1,), (2, 3), (2, 4))
+    options = data.SampleOptions(length=8, stages=(8,))
+    with pytest.raises(ValueError, match="batch: expected a multiple of 2 devices, found 3"):
+        data.sample_rows(target, chat, starts, 0, options, data_mesh(2))
+
+
 def test_several_devices_take_the_steps_of_one(target, small_run):
     start, batch = small_run
     start = init_draft(family_config(start.config, "dspark", 8, 4), jax.random.key(0), jnp.float32)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 
 from dflash_jax.config import DFlashConfig
+from dflash_jax.kernels import Implementation
 
 
 class TargetOutput(NamedTuple):
@@ -61,12 +62,17 @@ class Target(Protocol):
         ...
 
     def forward(
-        self, state: Any, ids: jax.Array, taps: tuple[int, ...]
+        self,
+        state: Any,
+        ids: jax.Array,
+        taps: tuple[int, ...],
+        implementation: Implementation = None,
     ) -> tuple[TargetOutput, Any]:
         """Run `ids [B, rows]` at positions `state.len ..`, causally, committing nothing.
 
         `taps` are layer ids (id L = the output of layer L; the last layer's is after the final
-        norm). The returned state carries the rows as candidates for `commit`.
+        norm). `implementation`: of the ops that have kernels, see `kernels.resolve`. The returned
+        state carries the rows as candidates for `commit`.
         """
         ...
 

@@ -9,10 +9,11 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax.attention import ABSENT, block_attention
+from dflash_jax.attention import BlockPlace, append_and_attend
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
-from dflash_jax.kv import write_rows
-from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+from dflash_jax.kernels import Implementation
+from dflash_jax.kv import ABSENT
+from dflash_jax.layers import linear, rms_norm, rope_tables, swiglu
 from dflash_jax.targets import TargetOutput, check_taps
 
 
@@ -132,30 +133,40 @@ class DenseTarget:
         return DenseState(k=leaves(), v=leaves(), len=jnp.zeros((batch,), jnp.int32))
 
     def forward(
-        self, state: DenseState, ids: jax.Array, taps: tuple[int, ...] = ()
+        self,
+        state: DenseState,
+        ids: jax.Array,
+        taps: tuple[int, ...] = (),
+        implementation: Implementation = None,
     ) -> tuple[TargetOutput, DenseState]:
-        config, rows = self.config, ids.shape[1]
+        config, rows, eps = self.config, ids.shape[1], self.config.rms_norm_eps
         check_taps(taps, config.num_hidden_layers)
         pos = state.len[:, None] + jnp.arange(rows)
         slots = jnp.arange(state.k[0].shape[2])
         k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
         cos, sin = rope_tables(config.rope, config.head_dim, pos)
+        place = BlockPlace(cos, sin, q_pos=pos, k_pos=k_pos, slot=state.len, end=state.len)
         new_k, new_v, tapped = list(state.k), list(state.v), {}
         x = self.embed(ids)
         for i, layer in enumerate(self.layers):
             with jax.named_scope(f"target_layer_{i}"):
-                h = rms_norm(x, layer.input_norm, config.rms_norm_eps)
-                q, k, v = _qkv(config, layer, h, cos, sin)
-                new_k[i] = write_rows(state.k[i], k, state.len)
-                new_v[i] = write_rows(state.v[i], v, state.len)
-                attended = block_attention(
-                    q, new_k[i], new_v[i], pos, k_pos, causal=True, window=config.layer_window[i]
+                h = rms_norm(x, layer.input_norm, eps)
+                attended, new_k[i], new_v[i] = append_and_attend(
+                    linear(h, layer.qkv),
+                    (layer.q_norm, layer.k_norm) if config.qk_norm else None,
+                    eps,
+                    place,
+                    state.k[i],
+                    state.v[i],
+                    causal=True,
+                    window=config.layer_window[i],
+                    implementation=implementation,
                 )
                 x = x + linear(attended, layer.o)
-                h = rms_norm(x, layer.post_norm, config.rms_norm_eps)
+                h = rms_norm(x, layer.post_norm, eps)
                 x = x + swiglu(h, layer.gate_up, layer.down)
                 tapped[i] = x
-        hidden = rms_norm(x, self.norm, config.rms_norm_eps)
+        hidden = rms_norm(x, self.norm, eps)
         # transformers' hidden_states hold the last layer's output after the final norm.
         tapped[config.num_hidden_layers - 1] = hidden
         empty = jnp.zeros((*ids.shape, 0), x.dtype)
@@ -200,14 +211,3 @@ def abstract(config: DecoderConfig, dtype: jnp.dtype) -> DenseTarget:
         head=None if config.tied else array(config.embedding_rows, hidden),
         config=config,
     )
-
-
-def _qkv(config, layer, h, cos, sin):
-    """q `[B, r, heads, D]`, k and v `[B, r, kv_heads, D]`; q and k normed where normed, roped."""
-    projected = linear(h, layer.qkv).reshape(*h.shape[:-1], -1, config.head_dim)
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    q, k, v = jnp.split(projected, [heads, heads + kv_heads], axis=-2)
-    if config.qk_norm:
-        q = rms_norm(q, layer.q_norm, config.rms_norm_eps)
-        k = rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    return apply_rope(q, cos, sin), apply_rope(k, cos, sin), v
