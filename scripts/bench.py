@@ -1,299 +1,256 @@
 """Time speculative decoding stage by stage, against the floor that memory bandwidth sets.
 
-    python scripts/bench.py                                    # SmolLM2's shape, random weights
-    python scripts/bench.py --preset qwen3-8b --torch          # beside a strong PyTorch rival
-    python scripts/bench.py --target smollm2 --draft dflash    # real checkpoints, random prompts
+    python scripts/bench.py                                     # SmolLM2's shape, random weights
+    python scripts/bench.py --preset qwen3-8b --torch           # beside a strong PyTorch rival
+    python scripts/bench.py --preset smollm2 --family dflash dspark dflash2
+    python scripts/bench.py --preset qwen3-8b --context 512 2048 8192 32768 --stages draft_round
+    python scripts/bench.py --preset qwen3-8b --capacities 4096 32768 --implementation xla pallas
+    python scripts/bench.py --target smollm2 --draft dflash     # real checkpoints, real prompts
 
 A round over few sequences moves far more bytes than it computes, so a stage is judged by
 time / floor. The floor is the bytes it must read once (weights, K/V of the context) over the read
 bandwidth measured in the same run. Activations, writes and rows of the embedding count nothing.
-Weights that fit in a cache can beat such a floor.
+Weights that fit in a cache can beat such a floor, so on a GPU a small stage takes turns with
+several copies of its weights.
 
 A stage runs many times inside one compiled program, each iteration fed by the one before, and its
-time is a difference of two runs, so that launching the program is not in it. `spec_round` and
-`plain_step` are `loop.decode`, the very program that `generate` runs; the others call the functions
-that it is made of. Compilation comes first and is reported apart; results are checked before
+time is a difference of two runs, so that launching the program is not in it. `spec_round`, `loop`
+and `plain_step` are `loop.decode`, the very program that `generate` runs; the others call the
+functions that it is made of. `attention`, `selection` and `verify_attention` are what those parts
+add to a stage: its time less that of the same program with a trivial stand-in of the same shapes.
+Compilation comes first and is reported apart; results are checked against the XLA reference before
 anything is timed.
 
-Prints a table, last one JSON line (milliseconds, bytes, bytes a second). Exit status 2 with one
-line on stderr for bad arguments.
+Several values of --family, --context, --capacity or --implementation make several cases; every
+stage runs over all of them before the next, less telling one, so that --seconds cuts off the least.
+
+Prints a table, what follows from it, and last one JSON line (milliseconds, bytes, bytes a second).
+Exit status 2 with one line on stderr for bad arguments and for want of memory.
 """
 
 import argparse
+import dataclasses
 import importlib.util
+import itertools
 import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_report
 import jax
-import jax.numpy as jnp
 import jaxlib
-from bench_stages import (
-    PARTS,
+from bench_shapes import (
+    FAMILIES,
     PRESETS,
-    STAGES,
-    WHOLE,
     Workload,
-    backbone,
-    floor_bytes,
     loaded_workload,
-    no_stops,
+    random_draft,
+    random_target,
     random_workload,
-    without_target_rows,
 )
+from bench_stages import DIFFERENCES, OF_TARGET, STAGES
+from bench_timing import Program, bandwidth, check, measure
 
-from dflash_jax import forward_round, load_draft, loop
-from dflash_jax.checkpoint import compute_dtype, draft_directory, named_leaves
+from dflash_jax import corpus, kernels, load_draft
+from dflash_jax.checkpoint import compute_dtype, draft_directory
+from dflash_jax.cli import Parser, out_of_memory
 from dflash_jax.config import DFlashConfig
-from dflash_jax.round import RoundPlan, propose_block
 from dflash_jax.targets.dense import DecoderConfig
-from dflash_jax.targets.loading import load_target
+from dflash_jax.targets.loading import LoadedTarget, load_target
 
 EXPECTED = (ValueError, OSError, NotImplementedError, ModuleNotFoundError)
-BANDWIDTH_BYTES = {"cpu": 1 << 29}
-"""Size of the array that bandwidth is measured on, by platform: well past every cache."""
-BANDWIDTH_BYTES_DEFAULT = 1 << 32
-NOISE_ATTEMPTS = 10
 TORCH_ROUND = Path(__file__).with_name("torch_round.py")
-
-COLUMNS = {
-    "time_ms": ("time ms", 3),
-    "spread_percent": ("spread %", 1),
-    "floor_ms": ("floor ms", 3),
-    "ratio": ("ratio", 2),
-    "mbu_percent": ("MBU %", 1),
-    "compile_seconds": ("compile s", 1),
-}
-"""The table: what a column shows, its title, its decimals."""
-
-Run = Callable[[Any, int], Any]
-"""run(carry, n): n times `iterations` iterations from a carry that it consumes."""
+PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 
 
-def repeated(
-    step: Callable[..., Any], carry: Any, iterations: int, *constants: Any
-) -> tuple[Run, float]:
-    """A compiled loop of `iterations` times step(carry, i, *constants) -> carry, and the seconds
-    that compiling took.
-
-    The trip count is a constant: no iteration then waits for the host to look at a condition.
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A workload, its part of the report, which fills as stages are measured, and the programs
+    that differences are taken from.
     """
 
-    def program(carry, *constants):
-        return jax.lax.fori_loop(0, iterations, lambda i, c: step(c, i, *constants), carry)
-
-    began = time.perf_counter()
-    compiled = jax.jit(program, donate_argnums=0).lower(carry, *constants).compile()
-    seconds = time.perf_counter() - began
-
-    def run(carry: Any, n: int) -> Any:
-        for _ in range(n):
-            carry = compiled(carry, *constants)
-        return carry
-
-    return run, seconds
+    work: Workload
+    report: dict[str, Any]
+    programs: dict[str, Program] = dataclasses.field(default_factory=dict)
 
 
-def compile_stage(work: Workload, name: str, iterations: int) -> tuple[Run, Any, float]:
-    """The program of a stage, its first carry, and the seconds that compiling took."""
-    if name in PARTS:
-        stage, still = PARTS[name](work), jnp.zeros((work.batch,), jnp.int32)
-        run, seconds = repeated(stage.step, stage.carry, iterations, work.target, work.draft, still)
-        return run, stage.carry, seconds
-    draft, state, plan = work.draft, work.state, work.plan
-    if name == "plain_step":
-        draft, state = None, work.state.replace(draft=None)
-        plan = RoundPlan(block_size=1, verify_width=1, capacity=plan.capacity)
-    stops = no_stops()
-    began = time.perf_counter()
-    compiled = loop.decode.lower(work.target, draft, state, stops, jnp.int32(1), plan).compile()
-    seconds = time.perf_counter() - began
+@dataclasses.dataclass(frozen=True)
+class Clock:
+    """When a run began, and after how many seconds it shall start nothing more (None: never)."""
 
-    def decode(state: Any, n: int) -> Any:
-        return compiled(work.target, draft, state, stops, jnp.int32(n * iterations))
+    began: float
+    limit: float | None
 
-    return decode, state, seconds
+    @property
+    def left(self) -> float | None:
+        """Seconds left, None for no limit."""
+        return None if self.limit is None else self.limit - (time.monotonic() - self.began)
 
-
-def copied(tree: Any) -> Any:
-    """A copy that may be donated, ready on the device."""
-    return jax.block_until_ready(jax.tree.map(jnp.copy, tree))
-
-
-def iteration_seconds(run: Run, carry: Any, iterations: int, repeats: int) -> list[float]:
-    """Seconds an iteration, `repeats` times, each the difference of a long run and a short one.
-
-    Raises ValueError where noise drowns the difference.
-    """
-
-    def seconds(n: int) -> float:
-        start = copied(carry)
-        began = time.perf_counter()
-        jax.block_until_ready(run(start, n))
-        return time.perf_counter() - began
-
-    for _ in range(NOISE_ATTEMPTS):
-        times = [(seconds(2) - seconds(1)) / iterations for _ in range(repeats)]
-        if statistics.median(times) > 0:
-            return times
-    raise ValueError(f"--iterations: expected enough to time, found {iterations} (noise is longer)")
-
-
-def check_finite(name: str, carry: Any) -> None:
-    """ValueError where a stage left a value that is not finite, or reported such logits."""
-    for path, leaf in named_leaves(carry):
-        bad = (leaf >= 0) if path.endswith("fault") else ~jnp.isfinite(leaf)
-        if bool(bad.any()):
-            raise ValueError(f"{name}: expected finite results, found others in {path}")
-
-
-def check_draft(work: Workload) -> float:
-    """Compare the compiled draft round with itself un-jitted in f32; returns the relative error.
-
-    The error is that of the hidden rows, ||out - reference|| / ||reference||; on a CPU in f32 the
-    drafts must be equal too. ValueError where they differ.
-    """
-
-    def f32(tree: Any) -> Any:
-        def cast(leaf: jax.Array) -> jax.Array:
-            floating = jnp.issubdtype(leaf.dtype, jnp.floating)
-            return leaf.astype(jnp.float32) if floating else leaf
-
-        return jax.tree.map(cast, tree)
-
-    noise, kv = backbone(work).carry
-    pos = kv.len[:, None] + jnp.arange(noise.shape[1])
-    out = f32(jax.jit(forward_round)(work.draft, kv, noise, pos)[0])
-    with jax.default_matmul_precision("highest"):
-        expected = forward_round(f32(work.draft), f32(kv), f32(noise), pos)[0]
-    error = float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
-    exact = jax.default_backend() == "cpu" and work.draft.dtype == jnp.float32
-    limit = 1e-5 if exact else 5e-2  # bf16 rounds at 4e-3, some ten times a layer
-    if not error <= limit:
-        raise ValueError(f"draft round: expected a relative error up to {limit}, found {error}")
-    if exact:
-        propose = partial(propose_block, plan=work.plan)
-        args = work.target, work.draft, without_target_rows(work.state)
-        if not bool((jax.jit(propose)(*args)[0].tokens == propose(*args)[0].tokens).all()):
-            raise ValueError("draft round: drafts differ from those of the un-jitted round")
-    return error
-
-
-def bandwidth(repeats: int) -> dict[str, float]:
-    """Bytes a second of reading one big array (the best of two ways), and of updating it in place.
-
-    Reading: one maximum over it, and one product with a vector, which is what a CPU does best.
-    """
-    size = BANDWIDTH_BYTES.get(jax.default_backend(), BANDWIDTH_BYTES_DEFAULT)
-    columns, iterations = 1 << 16, 2
-    big = jnp.outer(
-        jnp.linspace(0.5, 1.5, max(size // 4 // columns, 1)), jnp.linspace(-1, 1, columns)
-    )
-
-    def rate(step: Callable[..., Any], carry: jax.Array, *constants: jax.Array) -> float:
-        run, _ = repeated(step, carry, iterations, *constants)
-        run(copied(carry), 1)
-        return big.nbytes / statistics.median(iteration_seconds(run, carry, iterations, repeats))
-
-    maximum = rate(lambda s, i, big: 1e-9 * jnp.max(big + s), jnp.float32(0), big)
-    product = rate(lambda v, i, big: v + 1e-9 * jnp.max(big @ v), jnp.ones((columns,)), big)
-    return {"read": max(maximum, product), "copy": 2 * rate(lambda x, i: x + 1, big)}
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line like all others."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
+    @property
+    def over(self) -> bool:
+        """Whether nothing more shall start."""
+        return self.left is not None and self.left <= 0
 
 
 def parser() -> Parser:
     """The command line's options."""
     parser = Parser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--preset", metavar="|".join(PRESETS), help="a shape (default: smollm2)")
-    parser.add_argument("--target", metavar="smollm2|DIR|FILE.gguf", help="a real target")
-    parser.add_argument("--draft", metavar="NAME|DIR", help="its drafter")
-    parser.add_argument("--context", type=int, help="rows held before timing (default: 2048)")
-    parser.add_argument("--capacity", type=int, help="rows allocated (default: twice the context)")
-    parser.add_argument("--block-size", type=int, help="rows drafted a round")
-    parser.add_argument("--batch", type=int, default=1, help="sequences side by side (default: 1)")
-    parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 off it"
+    add = parser.add_argument
+    add("--preset", metavar="|".join(PRESETS), help="a shape (default: smollm2)")
+    add("--family", nargs="+", metavar="|".join(FAMILIES), help="default: the preset's first")
+    add("--target", metavar="smollm2|DIR|FILE.gguf", help="a real target")
+    add("--draft", nargs="+", metavar="NAME|DIR", help="its drafters")
+    add("--context", type=int, nargs="+", help="rows held before timing (default: the preset's)")
+    add("--capacity", "--capacities", type=int, nargs="+", help="default: twice the context")
+    add(
+        "--implementation",
+        nargs="+",
+        default=["auto"],
+        choices=["auto", "xla", "pallas"],
+        help="of the ops that have kernels (default: auto, the best that runs here)",
     )
-    parser.add_argument("--stages", default=",".join(STAGES), help="default: %(default)s")
-    parser.add_argument(
-        "--iterations", type=int, help="a timing's iterations (default: 50, CPU: 5)"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="timings; the median counts")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the JSON line here too")
-    parser.add_argument("--torch", action="store_true", help="run scripts/torch_round.py beside it")
+    add("--block-size", type=int, help="rows drafted a round")
+    add("--window", type=int, help="keys that every drafter layer sees (default: the preset's)")
+    add("--batch", type=int, default=1, help="sequences side by side (default: 1)")
+    add("--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 off it")
+    add("--stages", help=f"default: all that the preset has, of {','.join(STAGES)}")
+    add("--iterations", type=int, help="a timing's iterations (default: 50, CPU: 5)")
+    add("--repeats", type=int, default=5, help="timings; the median counts (default: 5)")
+    add("--seconds", type=float, help="start no stage later than this, and say which are left out")
+    add("--json", metavar="FILE", type=Path, help="write the JSON line here too")
+    add("--plot", metavar="FILE", type=Path, help="draw bandwidth per stage (needs matplotlib)")
+    add("--torch", action="store_true", help="run scripts/torch_round.py beside it")
     return parser
 
 
-def build(args: argparse.Namespace, iterations: int) -> Workload:
-    """The workload that the arguments describe; ValueError where they can't work."""
-    preset = PRESETS.get(args.preset or "smollm2")
-    if preset is None:
+def check_arguments(args: argparse.Namespace, iterations: int) -> None:
+    """ValueError for what can't work, before anything is loaded or made."""
+    if (args.preset or "smollm2") not in PRESETS:
         raise ValueError(f"--preset: expected one of {', '.join(PRESETS)}, found {args.preset!r}")
-    context = preset.context if args.context is None else args.context
-    capacity = 2 * context if args.capacity is None else args.capacity
-    counts = {"iterations": iterations, "repeats": args.repeats, "batch": args.batch}
-    for name, value in (counts | {"context": context}).items():
-        if value < 1:
-            raise ValueError(f"--{name}: expected at least 1, found {value}")
-    # The longest run commits one row a round, and the last one must leave a sequence unfinished.
-    needed = context + 2 * iterations + 1
-    if capacity < needed:
-        raise ValueError(
-            f"--capacity: expected at least {needed} (context {context}, twice {iterations} "
-            f"iterations and 1), found {capacity}"
-        )
-    common = {"batch": args.batch, "context": context, "capacity": capacity}
-    if args.target is None and args.draft is None:
-        dtype = compute_dtype(args.dtype)
-        return random_workload(preset.target, preset.draft(args.block_size), dtype=dtype, **common)
-    if args.preset is not None or args.target is None or args.draft is None:
+    counts = {"iterations": [iterations], "repeats": [args.repeats], "batch": [args.batch]}
+    for name, values in (counts | {"context": args.context or [1]}).items():
+        if min(values) < 1:
+            raise ValueError(f"--{name}: expected at least 1, found {min(values)}")
+    if args.seconds is not None and not args.seconds > 0:
+        raise ValueError(f"--seconds: expected more than 0, found {args.seconds}")
+    if (args.target is None) != (args.draft is None) or (args.target and args.preset):
         raise ValueError("--target: expected with --draft and without --preset, found otherwise")
-    target = load_target(args.target, args.dtype).target
-    draft = load_draft(draft_directory(args.draft), target, args.dtype)
-    return loaded_workload(target, draft, block_size=args.block_size, **common)
+    for option in ("family", "window") if args.target else ():
+        if getattr(args, option) is not None:
+            raise ValueError(f"--{option}: expected with a preset, found with --draft")
+    for implementation in args.implementation:
+        kernels.resolve(_implementation(implementation))
+    on_gpu = jax.default_backend() == "gpu"
+    if args.torch and not (on_gpu and importlib.util.find_spec("torch")):
+        raise ValueError("--torch: expected torch and a CUDA GPU, found none")
+    if args.plot is not None:
+        bench_report.require_matplotlib()
 
 
-def measure(
-    work: Workload, name: str, iterations: int, repeats: int, read_rate: float
-) -> dict[str, Any]:
-    """Compile, check and time one stage; the figures that its table row and the JSON line hold."""
-    run, carry, compile_seconds = compile_stage(work, name, iterations)
-    result = run(copied(carry), 1)
-    check_finite(name, result)
-    if name in WHOLE and not bool((result.rounds == iterations).all()):
-        raise ValueError(f"{name}: expected {iterations} rounds, found {result.rounds.tolist()}")
-    del result
-    times = [1e3 * s for s in iteration_seconds(run, carry, iterations, repeats)]
-    floor_size = floor_bytes(work)[name]
-    middle, floor = statistics.median(times), 1e3 * floor_size / read_rate
-    return {
-        "time_ms": middle,
-        "times_ms": times,
-        "spread_percent": 100 * (max(times) - min(times)) / middle,
-        "floor_ms": floor,
-        "floor_bytes": floor_size,
-        "ratio": middle / floor,
-        "mbu_percent": 100 * floor / middle,
-        "compile_seconds": compile_seconds,
-    }
+def _implementation(name: str) -> Any:
+    return None if name == "auto" else name
 
 
-def run_rival(work: Workload) -> dict[str, Any]:
-    """The report of `torch_round.py` on the drafter's shape, run in a process of its own."""
+def choose_stages(args: argparse.Namespace) -> list[str]:
+    """The stages to run, the most telling first, with those that differences are taken from."""
+    has_target = bool(args.target or PRESETS[args.preset or "smollm2"].target.num_hidden_layers)
+    offered = [name for name in STAGES if has_target or name not in OF_TARGET]
+    chosen = set(args.stages.split(",")) if args.stages else set(offered)
+    unknown = sorted(chosen - set(offered))
+    if unknown:
+        raise ValueError(f"--stages: expected some of {', '.join(offered)}, found {unknown}")
+    chosen |= {DIFFERENCES[name].stage for name in chosen & set(DIFFERENCES)}
+    return [name for name in STAGES if name in chosen]
+
+
+def make_cases(args: argparse.Namespace, iterations: int) -> Iterator[Case]:
+    """Every combination that the arguments ask for; ValueError where one can't work."""
+    preset = PRESETS[args.preset or "smollm2"]
+    sizes = [
+        (context, capacity)
+        for context in args.context or [preset.context]
+        for capacity in args.capacity or [max(2 * context, _rows_needed(context, iterations))]
+    ]
+    for context, capacity in sizes:
+        # The longest run commits one row a round; the last must leave a sequence unfinished.
+        needed = _rows_needed(context, iterations)
+        if capacity < needed:
+            raise ValueError(
+                f"--capacity: expected at least {needed} (context {context}, twice {iterations} "
+                f"iterations and 1), found {capacity}"
+            )
+    for make in _loaded(args, iterations) if args.target else _random(args, preset):
+        for context, capacity in sizes:
+            work = make(context, capacity)
+            for implementation in args.implementation:
+                case = work.using(_implementation(implementation))
+                yield Case(case, describe_case(case, implementation))
+
+
+def _rows_needed(context: int, iterations: int) -> int:
+    return context + 2 * iterations + 1
+
+
+def _random(args, preset):
+    dtype = compute_dtype(args.dtype)
+    families = args.family or preset.families[:1]
+    configs = [preset.draft(family, args.block_size, args.window) for family in families]
+    target = random_target(preset.target, dtype)
+    for config in configs:
+        draft = random_draft(config, dtype)
+        yield lambda context, capacity, draft=draft: random_workload(
+            target, draft, batch=args.batch, context=context, capacity=capacity
+        )
+
+
+def _loaded(args, iterations):
+    directories = [draft_directory(name) for name in args.draft]
+    loaded = load_target(args.target, args.dtype)
+
+    def fitting(context, capacity):
+        """The given capacity; the default one is cut to the model's context."""
+        most = max(loaded.target.max_positions, _rows_needed(context, iterations))
+        return capacity if args.capacity else min(capacity, most)
+
+    for directory in directories:
+        draft = load_draft(directory, loaded.target, args.dtype)
+        yield lambda context, capacity, draft=draft: loaded_workload(
+            loaded.target,
+            draft,
+            context_ids(loaded, args.batch, context),
+            capacity=fitting(context, capacity),
+            block_size=args.block_size,
+        )
+
+
+def context_ids(loaded: LoadedTarget, batch: int, context: int) -> list[list[int]]:
+    """For each sequence `context` tokens that end in a question: held-out prompts, one after
+    another. Random ids where the target has no tokenizer.
+    """
+    if loaded.text is None:
+        ids = jax.random.randint(jax.random.key(0), (batch, context), 0, loaded.target.vocab_size)
+        return ids.tolist()
+    prompts = [corpus.prompt_ids(record, loaded.text) for record in corpus.read_records(PROMPTS)]
+    rows: list[list[int]] = [[] for _ in range(batch)]
+    for b in range(batch):
+        for number in itertools.count(b, -1):
+            if len(rows[b]) >= context:
+                break
+            rows[b] = prompts[number % len(prompts)] + rows[b]
+    return [row[-context:] for row in rows]
+
+
+def run_rival(work: Workload, timeout: float | None = None) -> dict[str, Any]:
+    """The report of `torch_round.py` on the drafter's shape, run in a process of its own.
+
+    Its round is that of a DFlash drafter; for DFlash2 it ends in the 16 best of each row.
+    """
     config = work.draft.config
     sizes = {
         "hidden-size": config.hidden_size,
@@ -310,7 +267,11 @@ def run_rival(work: Workload) -> dict[str, Any]:
     }
     flags = [part for name, size in sizes.items() for part in (f"--{name}", str(size))]
     command = [sys.executable, str(TORCH_ROUND), *flags, "--dtype", work.draft.dtype.name]
-    done = subprocess.run([*command, "--proposal", "argmax"], capture_output=True, text=True)
+    command += ["--proposal", "topk16" if config.family == "dflash2" else "argmax"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        raise ValueError(f"--torch: {TORCH_ROUND.name} ran past --seconds") from None
     if done.returncode:
         last = (done.stderr.strip() or "no message").splitlines()[-1]
         raise ValueError(f"--torch: {TORCH_ROUND.name} failed: {last}")
@@ -319,38 +280,89 @@ def run_rival(work: Workload) -> dict[str, Any]:
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
     """Run everything the arguments ask for, printing the table as it fills; returns the report."""
+    clock = Clock(time.monotonic(), args.seconds)
     cpu = jax.default_backend() == "cpu"
     iterations = args.iterations if args.iterations is not None else (5 if cpu else 50)
-    chosen = args.stages.split(",")
-    unknown = sorted(set(chosen) - set(STAGES))
-    if unknown:
-        raise ValueError(f"--stages: expected some of {', '.join(STAGES)}, found {unknown}")
-    if args.torch and (jax.default_backend() != "gpu" or not importlib.util.find_spec("torch")):
-        raise ValueError("--torch: expected torch and a CUDA GPU, found none")
-    work = build(args, iterations)
-    report = describe(args, work) | {"iterations": iterations, "repeats": args.repeats}
-    shapes = report["shapes"]
+    check_arguments(args, iterations)
+    stages = choose_stages(args)
+    cases = list(make_cases(args, iterations))
+    report = describe(args) | {"iterations": iterations, "repeats": args.repeats}
+    report["dtype"] = cases[0].work.draft.dtype.name
     print(f"{report['name']} on {report['device']}, {report['dtype']}, jax {jax.__version__}")
-    print("  " + ", ".join(f"{k} {v}" for k, v in shapes.items() if not isinstance(v, dict)))
-    report["check_relative_error"] = check_draft(work)
-    print(f"  draft round against itself un-jitted in f32: {report['check_relative_error']:.1e}")
     rates = bandwidth(args.repeats)
     report["bandwidth"] = {f"{k}_bytes_per_second": v for k, v in rates.items()}
+    report["cases"] = [case.report for case in cases]
+    report["torch"] = None
     print(f"  read {rates['read'] / 1e9:.1f} GB/s, copy {rates['copy'] / 1e9:.1f} GB/s")
-    print(f"{'stage':<12}" + "".join(f"{title:>11}" for title, _ in COLUMNS.values()))
-    report["stages"] = {}
-    for name in chosen:
-        row = measure(work, name, iterations, args.repeats, rates["read"])
-        report["stages"][name] = row
-        cells = (f"{row[key]:>11.{digits}f}" for key, (_, digits) in COLUMNS.items())
-        print(f"{name:<12}" + "".join(cells), flush=True)
-    compare(report, run_rival(work) if args.torch else None)
+    print(bench_report.table_header(), flush=True)
+    last_before_rival = STAGES.index("selection")
+    early = [name for name in stages if STAGES.index(name) <= last_before_rival]
+    for name in early:
+        measure_all(name, cases, report, clock)
+    if args.torch:
+        report["torch"] = try_rival(cases[0].work, clock)
+    for name in stages[len(early) :]:
+        measure_all(name, cases, report, clock)
+    report["seconds"] = time.monotonic() - clock.began
+    bench_report.conclude(report)
+    for line in bench_report.conclusions(report):
+        print(line)
     return report
 
 
-def describe(args: argparse.Namespace, work: Workload) -> dict[str, Any]:
-    """What was measured on what: device, versions, dtype and shapes."""
+def try_rival(work: Workload, clock: Clock) -> dict[str, Any]:
+    """The rival's report; {"error": why} where it failed or there was no time, for the run's other
+    figures stand without it.
+    """
+    if clock.over:
+        return {"error": "--torch: no seconds left"}
+    try:
+        return run_rival(work, clock.left)
+    except ValueError as error:
+        return {"error": str(error)}
+
+
+def measure_all(name: str, cases: Sequence[Case], report: dict[str, Any], clock: Clock) -> None:
+    """Measure a stage of every case."""
+    for case in cases:
+        measure_case(case, name, report, clock)
+
+
+def measure_case(case: Case, name: str, report: dict[str, Any], clock: Clock) -> None:
+    """Check a case once, then measure a stage of it and print its row, if there is time left."""
+    into, stages = case.report, case.report["stages"]
+    whole = DIFFERENCES[name].stage if name in DIFFERENCES else None
+    if clock.over or (whole is not None and whole not in stages):
+        into["skipped"].append(name)
+        return
+    if into["check_relative_error"] is None:
+        into["check_relative_error"] = check(case.work)
+    counts = report["iterations"], report["repeats"]
+    read_rate = report["bandwidth"]["read_bytes_per_second"]
+    program = case.programs.get(whole)
+    stages[name], program = measure(case.work, name, *counts, read_rate, program)
+    if any(name == difference.stage for difference in DIFFERENCES.values()):
+        case.programs[name] = program
+    print(bench_report.table_row(into, name), flush=True)
+
+
+def describe(args: argparse.Namespace) -> dict[str, Any]:
+    """What was measured on what: device and versions."""
     device = jax.devices()[0]
+    return {
+        "name": args.target or args.preset or "smollm2",
+        "device": f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else device.device_kind,
+        "platform": device.platform,
+        "versions": {
+            "python": platform.python_version(),
+            "jax": jax.__version__,
+            "jaxlib": jaxlib.__version__,
+        },
+    }
+
+
+def describe_case(work: Workload, implementation: str) -> dict[str, Any]:
+    """What sets a case apart, its shapes, and room for its figures."""
 
     def geometry(config: DFlashConfig | DecoderConfig) -> dict[str, int]:
         return {
@@ -363,57 +375,44 @@ def describe(args: argparse.Namespace, work: Workload) -> dict[str, Any]:
         }
 
     return {
-        "name": f"{args.target} with {args.draft}" if args.target else args.preset or "smollm2",
-        "device": f"{os.cpu_count()} CPU cores" if device.platform == "cpu" else device.device_kind,
-        "platform": device.platform,
-        "versions": {
-            "python": platform.python_version(),
-            "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
-        },
-        "dtype": work.draft.dtype.name,
+        "family": work.draft.config.family,
+        "implementation": implementation,
+        "resolved": kernels.resolve(work.plan.implementation),
+        "context": work.context,
+        "capacity": work.plan.capacity,
         "shapes": {
             "batch": work.batch,
-            "context": work.context,
-            "capacity": work.plan.capacity,
             "block_size": work.plan.block_size,
             "verify_width": work.plan.verify_width,
+            "window": max((w for w in work.draft.config.layer_window if w), default=None),
             "vocabulary": work.target.lm_head.shape[0],
             "target": geometry(work.target.config),
             "draft": geometry(work.draft.config),
         },
+        "check_relative_error": None,
+        "stages": {},
+        "skipped": [],
     }
-
-
-def compare(report: dict[str, Any], rival: dict[str, Any] | None) -> None:
-    """Add to the report (and print) what follows from stages together and from the rival."""
-    stages = report["stages"]
-    times = {name: row["time_ms"] for name, row in stages.items()}
-    report["round_in_plain_steps"], report["torch"] = None, rival
-    if set(WHOLE) <= set(times):
-        steps = times["spec_round"] / times["plain_step"]
-        report["round_in_plain_steps"] = steps
-        print(f"a round costs {steps:.2f} plain steps: acceptance lengths above that pay")
-    if rival is not None:
-        for label, milliseconds in rival["milliseconds"].items():
-            print(f"torch {rival['torch']}, one CUDA graph, {label}: {milliseconds:.3f} ms")
-        best = min(rival["milliseconds"].values())
-        rival["draft_round_over_torch"] = None
-        if "draft_round" in times:
-            rival["draft_round_over_torch"] = times["draft_round"] / best
-            print(f"draft_round / torch: {rival['draft_round_over_torch']:.2f}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     try:
         args = parser().parse_args(argv)
-        line = json.dumps(bench(args))
+        report = bench(args)
+        line = json.dumps(report)
         print(line)
         if args.json is not None:
             args.json.write_text(line + "\n", encoding="utf-8")
+        if args.plot is not None:
+            bench_report.plot(report, args.plot)
     except EXPECTED as error:
         print(f"bench.py: {error}", file=sys.stderr)
+        return 2
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        print(f"bench.py: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
         return 2
     return 0
 

@@ -1,228 +1,23 @@
-"""What `bench.py` times: shapes, workloads, the stages of a round, and the bytes each must read."""
+"""What `bench.py` times: the stages of a round, and the bytes each must read."""
 
-import dataclasses
 from collections.abc import Callable, Iterator
-from functools import partial
+from contextlib import contextmanager, nullcontext
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from bench_shapes import Workload, normal
 
 import dflash_jax.draft as drafter
-from dflash_jax import SpecSession, ctx_features, forward_round, ingest_ctx, loop
-from dflash_jax.attention import ABSENT
-from dflash_jax.config import DFlashConfig, RopeConfig
+import dflash_jax.round as rounds
+from dflash_jax import ctx_features, forward_round, ingest_ctx
+from dflash_jax.config import DFlashConfig
 from dflash_jax.draft import DFlashDraft
-from dflash_jax.propose import draft_logits, first_fault, propose
-from dflash_jax.round import DecodeState, RoundPlan, propose_block
+from dflash_jax.propose import Proposal, draft_logits, first_fault, propose
+from dflash_jax.round import DecodeState, propose_block
 from dflash_jax.targets import dense
-from dflash_jax.targets.dense import DecoderConfig, DenseTarget
-
-NO_LIMIT = np.iinfo(np.int32).max
-
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """A target's shape and its drafter's, and the context rows to time at by default."""
-
-    target: DecoderConfig
-    layers: int
-    block_size: int
-    mask_token_id: int
-    taps: tuple[int, ...]
-    context: int = 2048
-
-    def draft(self, block_size: int | None) -> DFlashConfig:
-        """The drafter: like the target but in depth, with q/k norm and full attention."""
-        block = self.block_size if block_size is None else block_size
-        if block < 2:
-            raise ValueError(f"--block-size: expected at least 2, found {block}")
-        target = self.target
-        return DFlashConfig(
-            family="dflash",
-            hidden_size=target.hidden_size,
-            num_attention_heads=target.num_attention_heads,
-            num_key_value_heads=target.num_key_value_heads,
-            head_dim=target.head_dim,
-            intermediate_size=target.intermediate_size,
-            num_hidden_layers=self.layers,
-            rms_norm_eps=target.rms_norm_eps,
-            rope=target.rope,
-            block_size=block,
-            mask_token_id=self.mask_token_id,
-            target_layer_ids=self.taps,
-            layer_causal=(False,) * self.layers,
-            layer_window=(None,) * self.layers,
-            vocab_size=target.vocab_size,
-            num_target_layers=target.num_hidden_layers,
-        )
-
-
-def _decoder(layers, hidden, heads, kv_heads, head_dim, ff, vocabulary, theta, qk_norm, tied):
-    return DecoderConfig(
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=ff,
-        num_hidden_layers=layers,
-        rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=theta),
-        vocab_size=vocabulary,
-        embedding_rows=vocabulary,
-        max_position_embeddings=NO_LIMIT,
-        layer_window=(None,) * layers,
-        qk_norm=qk_norm,
-        tied=tied,
-    )
-
-
-PRESETS = {
-    "tiny": Preset(
-        _decoder(2, 64, 4, 2, 16, 128, 256, 1e4, qk_norm=True, tied=True),
-        layers=2,
-        block_size=4,
-        mask_token_id=255,
-        taps=(0, 1),
-        context=64,
-    ),
-    "smollm2": Preset(
-        _decoder(30, 576, 9, 3, 64, 1536, 49152, 1e5, qk_norm=False, tied=True),
-        layers=3,
-        block_size=8,
-        mask_token_id=16,
-        taps=(2, 9, 16, 23, 28),
-    ),
-    "qwen3-8b": Preset(
-        _decoder(36, 4096, 32, 8, 128, 12288, 151936, 1e6, qk_norm=True, tied=False),
-        layers=5,
-        block_size=16,
-        mask_token_id=151669,
-        taps=(1, 9, 17, 25, 33),
-    ),
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """What the stages run on: every sequence of `state` holds `context` rows, an anchor decided.
-
-    `state` is only ever copied, never donated. It accepts nothing (`verify_cap` 1), which changes
-    no work: a round then gains one token, whatever the weights.
-    """
-
-    target: DenseTarget
-    draft: DFlashDraft
-    state: DecodeState
-    plan: RoundPlan
-    context: int
-
-    @property
-    def batch(self) -> int:
-        """Sequences side by side."""
-        return self.state.anchor.shape[0]
-
-
-def random_workload(
-    target_config: DecoderConfig,
-    draft_config: DFlashConfig,
-    *,
-    batch: int,
-    context: int,
-    capacity: int,
-    dtype: Any,
-) -> Workload:
-    """Random weights and a random context, all made on the device: nothing is read or prefilled."""
-    keys = random_keys()
-    target = random_tree(dense.abstract(target_config, dtype), keys)
-    draft = random_tree(drafter.abstract(draft_config, dtype), keys)
-    block = draft_config.block_size
-    plan = RoundPlan(block, verify_width=block, capacity=capacity, widths=(block,))
-    state, kv, _ = loop.empty_caches(target, draft, batch, capacity)
-
-    def rows(leaves: list[jax.Array]) -> list[jax.Array]:
-        return [normal(next(keys), leaf.shape, leaf.dtype, 1.0) for leaf in leaves]
-
-    def each(value: int) -> jax.Array:
-        # A buffer of its own every time: the same one may not be donated twice.
-        return jnp.full((batch,), value, jnp.int32)
-
-    slots = jnp.arange(kv.full.pos.shape[1])
-    pos = jnp.tile(jnp.where(slots < context, slots, ABSENT).astype(jnp.int32), (batch, 1))
-    state = state.replace(k=rows(state.k), v=rows(state.v), len=each(context))
-    kv = kv.replace(
-        k=rows(kv.k),
-        v=rows(kv.v),
-        len=each(context),
-        full=kv.full.replace(pos=pos, next=each(context)),
-    )
-    last = normal(next(keys), (batch, target.hidden_size), dtype, 1.0)
-    state = loop.start(
-        target,
-        state,
-        kv,
-        last,
-        budget=each(NO_LIMIT),
-        verify_cap=each(1),
-        stop_ids=no_stops(),
-        sampler=None,
-        history=None,
-        plan=plan,
-    )
-    return Workload(target, draft, state, plan, context)
-
-
-def loaded_workload(
-    target: DenseTarget,
-    draft: DFlashDraft,
-    *,
-    batch: int,
-    context: int,
-    capacity: int,
-    block_size: int | None,
-) -> Workload:
-    """Real checkpoints behind prompts of random ids, prefilled as `generate` does."""
-    session = SpecSession(
-        target,
-        draft,
-        stop_token_ids=(),
-        block_size=block_size,
-        capacity=capacity,
-        accept=False,
-    )
-    ids = np.random.default_rng(0).integers(0, target.vocab_size, (batch, context))
-    session.open(ids.tolist(), NO_LIMIT)
-    assert session.state is not None
-    return Workload(target, draft, session.state, session.plan, context)
-
-
-def random_keys() -> Iterator[jax.Array]:
-    """Endless distinct keys, the same ones in every run."""
-    for i in range(NO_LIMIT):
-        yield jax.random.fold_in(jax.random.key(0), i)
-
-
-def random_tree(shapes: Any, keys: Iterator[jax.Array]) -> Any:
-    """Arrays for an `abstract` tree, leaf by leaf: matrices normal(0, 0.02), norms one."""
-
-    def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
-        if len(shape.shape) == 1:
-            return jnp.ones(shape.shape, shape.dtype)
-        return normal(next(keys), shape.shape, shape.dtype, 0.02)
-
-    return jax.tree.map(leaf, shapes)
-
-
-@partial(jax.jit, static_argnames=("shape", "dtype", "scale"))
-def normal(key: jax.Array, shape: tuple[int, ...], dtype: Any, scale: float) -> jax.Array:
-    """Normal values of deviation `scale`, drawn in f32."""
-    return (scale * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
-
-
-def no_stops() -> jax.Array:
-    """A row of stop ids that no token equals."""
-    return jnp.full((8,), -1, jnp.int32)
+from dflash_jax.targets.dense import DecoderConfig
 
 
 class Stage(NamedTuple):
@@ -242,7 +37,7 @@ def backbone(work: Workload) -> Stage:
     def step(carry, i, target, draft, still):
         hidden, kv = carry
         pos = kv.len[:, None] + jnp.arange(hidden.shape[1])
-        hidden, kv = forward_round(draft, kv, hidden, pos)
+        hidden, kv = forward_round(draft, kv, hidden, pos, work.plan.implementation)
         return hidden, kv.replace(len=kv.len + still)
 
     rows = jnp.tile(work.state.anchor[:, None], (1, work.plan.block_size))
@@ -251,10 +46,11 @@ def backbone(work: Workload) -> Stage:
 
 def draft_head(work: Workload) -> Stage:
     """Draft logits and `propose` (DFlash: an argmax); the embedded drafts are the next rows."""
+    options = {"implementation": work.plan.implementation}
 
     def step(carry, i, target, draft, still):
         logits = draft_logits(target, draft, carry["hidden"])
-        proposal = propose(draft, logits, carry["hidden"], work.state.anchor)
+        proposal = propose(draft, logits, carry["hidden"], work.state.anchor, **options)
         return {"hidden": target.embed(proposal.tokens), "fault": proposal.fault}
 
     shape = (work.batch, work.plan.verify_width - 1, work.target.hidden_size)
@@ -263,7 +59,7 @@ def draft_head(work: Workload) -> Stage:
 
 
 def draft_round(work: Workload) -> Stage:
-    """`propose_block`: embedding, backbone and head; the drafts make the next anchor."""
+    """`propose_block`: embedding, backbone, head and proposal; the drafts make the next anchor."""
 
     def step(state, i, target, draft, still):
         proposal, kv = propose_block(target, draft, state, work.plan)
@@ -299,9 +95,10 @@ def ingest(work: Workload) -> Stage:
 def verify(work: Workload) -> Stage:
     """The target over a block, its head, argmax and fault check; the choices are the next rows."""
     width, config = work.plan.verify_width, work.draft.config
+    rest = config.target_layer_ids, work.plan.implementation
 
     def step(carry, i, target, draft, still):
-        out, state = target.forward(carry["state"], carry["ids"], config.target_layer_ids)
+        out, state = target.forward(carry["state"], carry["ids"], *rest)
         logits = target.logits(out.hidden)
         return {
             "state": target.commit(state, still),
@@ -320,11 +117,77 @@ def verify(work: Workload) -> Stage:
     return Stage(step, carry)
 
 
+def no_attention(qkv, norms, eps, place, k_cache, v_cache, **options):
+    """Stands in for `append_and_attend`: the projected queries as they are, no cache touched.
+
+    The barrier keeps the whole projection, of which only a part is used.
+    """
+    queries = qkv.shape[-1] - 2 * k_cache.shape[1] * k_cache.shape[3]
+    return jax.lax.optimization_barrier(qkv)[..., :queries], k_cache, v_cache
+
+
+def no_selection(draft, logits, hidden, anchor, *rest, **options) -> Proposal:
+    """Stands in for `propose`: tokens out of one column of logits, all of which are still made."""
+    column = jax.lax.optimization_barrier(logits)[..., 0]
+    tokens = jnp.abs(column).astype(jnp.int32) % logits.shape[-1]
+    return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), jnp.full_like(anchor, -1))
+
+
+class Difference(NamedTuple):
+    """What a part adds to a stage: its time less that of the same program with a stand-in."""
+
+    stage: str
+    module: ModuleType
+    name: str
+    stand_in: Callable[..., Any]
+
+
 PARTS = {f.__name__: f for f in (backbone, draft_head, draft_round, ingest, verify)}
-WHOLE = ("spec_round", "plain_step")
-STAGES = (*PARTS, *WHOLE)
-"""Every stage by name. `spec_round`: draft, verify, accept, commit, ingest; `plain_step`: one token
-without a drafter."""
+DIFFERENCES = {
+    "attention": Difference("backbone", drafter, "append_and_attend", no_attention),
+    "selection": Difference("draft_round", rounds, "propose", no_selection),
+    "verify_attention": Difference("verify", dense, "append_and_attend", no_attention),
+}
+WHOLE = ("spec_round", "plain_step", "loop")
+OF_TARGET = ("spec_round", "loop", "plain_step", "verify", "verify_attention")
+"""Stages that need a target with layers."""
+STAGES = (
+    "draft_round",
+    "spec_round",
+    "loop",
+    "backbone",
+    "attention",
+    "selection",
+    "plain_step",
+    "verify",
+    "verify_attention",
+    "draft_head",
+    "ingest",
+)
+"""Every stage by name, the most telling first. `spec_round`: draft, verify, accept, commit, ingest;
+`loop`: the same as it runs in a generation, accepting drafts, one launch for many rounds;
+`plain_step`: one token without a drafter. Attention includes head norms, rope and cache append;
+selection is what follows the draft logits (argmax, Markov chain, or top-k and walk)."""
+
+
+@contextmanager
+def replaced(difference: Difference) -> Iterator[None]:
+    """Trace with a part's stand-in in its place."""
+    module, name = difference.module, difference.name
+    part = getattr(module, name)
+    setattr(module, name, difference.stand_in)
+    try:
+        yield
+    finally:
+        setattr(module, name, part)
+
+
+def stage_and_parts(work: Workload, name: str) -> tuple[Stage, Any]:
+    """The stage behind a name, and the context to trace it in."""
+    difference = DIFFERENCES.get(name)
+    if difference is None:
+        return PARTS[name](work), nullcontext()
+    return PARTS[difference.stage](work), replaced(difference)
 
 
 def floor_bytes(work: Workload) -> dict[str, int]:
@@ -334,31 +197,42 @@ def floor_bytes(work: Workload) -> dict[str, int]:
     only fc: the K/V projections could be shared with the next block, which follows at once.
     """
     target, draft = work.target, work.draft
-    head = head_bytes(target, draft)
-    block = nbytes((draft.layers, draft.norm)) + context_bytes(work, draft.config)
+    head = nbytes(target.lm_head if draft.head is None else draft.head.lm_head)
+    selection = selection_bytes(draft)
+    context = context_bytes(work, draft.config)
+    block = nbytes((draft.layers, draft.norm)) + context
     features = nbytes((draft.fc, draft.hidden_norm))
     key_value_rows = 2 * draft.config.kv_size * draft.config.hidden_size * draft.dtype.itemsize
     projections = len(draft.layers) * key_value_rows + nbytes([x.k_norm for x in draft.layers])
-    step = nbytes((target.layers, target.norm, target.lm_head)) + context_bytes(work, target.config)
+    target_context = context_bytes(work, target.config)
+    step = nbytes((target.layers, target.norm, target.lm_head)) + target_context
+    whole = block + head + selection + features + step
     return {
         "backbone": block,
-        "draft_head": head,
-        "draft_round": block + head,
+        "attention": context,
+        "draft_head": head + selection,
+        "selection": selection,
+        "draft_round": block + head + selection,
         "ingest": features + projections,
         "verify": step,
-        "spec_round": block + head + features + step,
+        "verify_attention": target_context,
+        "spec_round": whole,
+        "loop": whole,
         "plain_step": step,
     }
 
 
-def head_bytes(target: DenseTarget, draft: DFlashDraft) -> int:
-    """The output table and what a family multiplies besides; of codebooks only rows are read."""
-    parts: list[Any] = [target.lm_head if draft.head is None else draft.head.lm_head]
+def selection_bytes(draft: DFlashDraft) -> int:
+    """What a family multiplies after the logits; of codebooks only rows are read.
+
+    DSpark's output table counts once, though a chain cannot but read it in every slot.
+    """
+    parts: list[Any] = [draft.confidence]
     if draft.markov is not None:
         parts += [draft.markov.w2, draft.markov.mix]
     if draft.dflash2 is not None:
         parts += [draft.dflash2.hidden_projection]
-    return nbytes([*parts, draft.confidence])
+    return nbytes(parts)
 
 
 def nbytes(tree: Any) -> int:
