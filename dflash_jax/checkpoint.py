@@ -27,15 +27,23 @@ from dflash_jax.config import (
     read_config,
 )
 from dflash_jax.draft import DFlashDraft, abstract
+from dflash_jax.keys import read_json
 
 ASSETS = Path(__file__).parent / "assets"
+FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 def compute_dtype(dtype: Any = None) -> jnp.dtype:
     """The dtype weights are held in: the given one, else f32 on a CPU and bf16 elsewhere."""
     if dtype is not None:
-        return jnp.dtype(dtype)
+        try:
+            known = jnp.dtype(dtype)
+        except TypeError:
+            known = None
+        if known is None or not jnp.issubdtype(known, jnp.floating):
+            raise ValueError(f"dtype: expected a floating-point type, found {dtype!r}")
+        return known
     return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
 
 
@@ -63,14 +71,14 @@ class TensorFiles:
     def _locate(self) -> dict[str, str]:
         index = self.directory / INDEX
         if index.is_file():
-            try:
-                table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{index}: expected JSON with a weight_map") from None
+            table = read_json(index).get("weight_map")
+            names = table.values() if isinstance(table, dict) else [None]
+            if not all(isinstance(name, str) for name in names):
+                raise ValueError(f"{index}: expected JSON with a weight_map of file names")
             missing = sorted({f for f in table.values() if not (self.directory / f).is_file()})
             if missing:
                 raise FileNotFoundError(f"{index}: expected shards beside it, missing {missing}")
-            return dict(table)
+            return table
         if not (self.directory / WEIGHTS).is_file():
             raise FileNotFoundError(
                 f"{self.directory}: expected {WEIGHTS} or {INDEX}, found neither"
@@ -235,7 +243,7 @@ def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> 
     head_rows = _census(files, table, config, target)
     leaves = read_leaves(files, table, compute_dtype(dtype))
     if head_rows is not None:
-        leaves["head.lm_head"] = _as_dtype(read_tensor(files, HEAD_TABLE[0]), compute_dtype(dtype))
+        leaves["head.lm_head"] = _read_as(files, HEAD_TABLE[0], compute_dtype(dtype))
         leaves["head.d2t"] = _d2t(files, target)
     return assemble(abstract(config, compute_dtype(dtype), head_rows), leaves)
 
@@ -252,7 +260,7 @@ def draft_directory(name: str | Path) -> Path:
     """
     if str(name) in shipped_drafts():
         return ASSETS / str(name)
-    if Path(name).is_dir():
+    if str(name) and Path(name).is_dir():
         return Path(name)
     raise FileNotFoundError(
         f"drafter: expected a directory or one of {shipped_drafts()}, found {str(name)!r}"
@@ -268,6 +276,9 @@ def save_draft(draft: DFlashDraft, directory: str | Path, *, storage: str | None
     if storage not in (None, "int8"):
         raise ValueError(f"storage: expected None or 'int8', found {storage!r}")
     directory = Path(directory)
+    if (directory / INDEX).exists():
+        # Loaders would go by the index, and read what lay there before.
+        raise ValueError(f"{directory}: expected no {INDEX} (another checkpoint's), found one")
     directory.mkdir(parents=True, exist_ok=True)
     leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(draft)}
     tensors = {}
@@ -297,17 +308,27 @@ def read_leaves(
         sizes[entry.leaf] = (rows, *entry.shape[1:])
     leaves = {leaf: np.empty(shape, dtype) for leaf, shape in sizes.items()}
     for name, entry in table.items():
-        tensor = transform(name, read_tensor(files, name))
-        leaves[entry.leaf][entry.start : entry.start + entry.shape[0]] = _as_dtype(tensor, dtype)
+        tensor = transform(name, _read_as(files, name, dtype))
+        leaves[entry.leaf][entry.start : entry.start + entry.shape[0]] = tensor
     return leaves
 
 
 def read_tensor(files: TensorSource, name: str) -> np.ndarray:
     """One tensor, dequantised (to bf16, always the same bits) where it is stored as int8."""
-    tensor = files.read(name)
+    tensor, scales = files.read(name), name + quant.SCALE
     if tensor.dtype != np.int8:
         return tensor
-    return quant.dequantize_rows(tensor, files.read(name + quant.SCALE))
+    if scales not in files.names():
+        raise ValueError(f"{files.directory}: int8 tensors without scales {name}")
+    scale = files.read(scales)
+    if tensor.ndim != 2 or scale.shape != tensor.shape[:1] or scale.dtype not in FLOATS:
+        raise ValueError(
+            f"{files.directory}: {scales}: expected a float for every row of {list(tensor.shape)}, "
+            f"found {list(scale.shape)} of {scale.dtype}"
+        )
+    if not np.isfinite(scale).all():
+        raise ValueError(f"{files.directory}: {scales}: expected finite numbers, found others")
+    return quant.dequantize_rows(tensor, scale)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -393,7 +414,7 @@ def _census(
             f"{files.directory}: config.json declares family {config.family!r}, found tensors of "
             f"another {listing(foreign)}"
         )
-    own_head = _own_head(files, target)
+    own_head = _own_head(files, config.hidden_size, target)
     if own_head and config.dspark is not None and config.dspark.markov_rank:
         raise NotImplementedError(
             f"{files.directory}: d2t: expected none beside a Markov head, which spans the target's "
@@ -410,12 +431,18 @@ def _census(
     return files.shape(HEAD_TABLE[0])[0] if own_head else None
 
 
-def _own_head(files: TensorFiles, target: Any) -> bool:
+def _own_head(files: TensorFiles, hidden_size: int, target: Any) -> bool:
     """Whether the drafter proposes over a smaller vocabulary through its own head and map."""
     head, d2t = (name in files.names() for name in HEAD_TABLE)
     if d2t and not head:
         raise ValueError(f"{files.directory}: d2t without lm_head.weight (the reduced head)")
-    rows = files.shape(HEAD_TABLE[0])[0] if head else None
+    shape = files.shape(HEAD_TABLE[0]) if head else (0, hidden_size)
+    if len(shape) != 2 or shape[1] != hidden_size or (d2t and not shape[0]):
+        raise ValueError(
+            f"{files.directory}: lm_head.weight: expected [rows, {hidden_size}], "
+            f"found {list(shape)}"
+        )
+    rows = shape[0]
     if d2t and files.shape(HEAD_TABLE[1]) != (rows,):
         raise ValueError(
             f"{files.directory}: d2t: expected [{rows}], found {list(files.shape(HEAD_TABLE[1]))}"
@@ -430,35 +457,43 @@ def _own_head(files: TensorFiles, target: Any) -> bool:
 
 def _d2t(files: TensorFiles, target: Any) -> np.ndarray:
     """The offsets, int32; ValueError where one leads out of the target's vocabulary."""
-    offsets = read_tensor(files, HEAD_TABLE[1]).astype(np.int32)
-    ids = offsets + np.arange(len(offsets))
+    offsets = files.read(HEAD_TABLE[1])
+    if not np.issubdtype(offsets.dtype, np.integer):
+        raise ValueError(f"{files.directory}: d2t: expected integers, found {offsets.dtype}")
+    ids = offsets.astype(np.int64) + np.arange(len(offsets))
     vocabulary = None if target is None else target.vocab_size
     bad = ids[(ids < 0) | (ids >= (ids.max() + 1 if vocabulary is None else vocabulary))]
     if len(bad):
         upper = " and up" if vocabulary is None else f"..{vocabulary - 1}"
         raise ValueError(f"{files.directory}: d2t: expected ids in 0{upper}, found {bad[0]}")
-    return offsets
+    return offsets.astype(np.int32)
 
 
 def _compare_copies(files: TensorFiles, target: Any, skip: Iterable[str]) -> None:
     """Warn where a copy of the target's tables differs from the target's own, which is used."""
     for name in set(TARGET_COPIES) & files.names() - set(skip):
-        copy = read_tensor(files, name)
         own = target.embedding if name == TARGET_COPIES[0] else target.lm_head
-        rows = min(own.shape[0], copy.shape[0])
-        if copy.shape[1:] != own.shape[1:]:
-            raise ValueError(f"{name}: expected width {own.shape[1]}, found {copy.shape[1]}")
-        if not np.array_equal(_as_dtype(copy[:rows], own.dtype), np.asarray(own[:rows])):
+        shape = files.shape(name)
+        if len(shape) != 2 or shape[1:] != own.shape[1:]:
+            raise ValueError(
+                f"{files.directory}: {name}: expected [rows, {own.shape[1]}], found {list(shape)}"
+            )
+        copy, rows = _read_as(files, name, own.dtype), min(own.shape[0], shape[0])
+        if not np.array_equal(copy[:rows], np.asarray(own[:rows])):
             warnings.warn(
                 f"{files.directory}: {name} differs from the target's; the target's is used",
                 stacklevel=4,
             )
 
 
-def _as_dtype(tensor: np.ndarray, dtype: jnp.dtype) -> np.ndarray:
-    if tensor.dtype not in (np.float32, np.float16, ml_dtypes.bfloat16):
-        raise ValueError(f"tensor dtype: expected F32, F16, BF16 or I8, found {tensor.dtype}")
-    return tensor.astype(dtype)
+def _read_as(files: TensorSource, name: str, dtype: jnp.dtype) -> np.ndarray:
+    """`read_tensor` in the dtype that is computed in; ValueError for one not stored as floats."""
+    tensor = read_tensor(files, name)
+    if tensor.dtype not in FLOATS:
+        raise ValueError(
+            f"{files.directory}: {name}: expected F32, F16, BF16 or I8, found {tensor.dtype}"
+        )
+    return tensor.astype(dtype, copy=False)
 
 
 def listing(names: list[str], most: int = 8) -> str:

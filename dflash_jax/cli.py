@@ -5,6 +5,7 @@ Everything here can be done from Python: `load_target`, `load_draft`, `SpecSessi
 
 import argparse
 import json
+import re
 import sys
 import time
 import warnings
@@ -22,8 +23,10 @@ from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession, generate
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.text import StreamDecoder
-from dflash_jax.window import DSparkVtPolicy, PolicyKind
+from dflash_jax.window import DSparkVtPolicy, PolicyKind, measured_window
 
+DEFAULT_DRAFT = "dspark"
+"""The shipped drafter with the longest acceptance."""
 SAMPLING = {
     "top_k": (int, "keep the k likeliest tokens (0: off)"),
     "top_p": (float, "keep the likeliest tokens up to this probability (1: off)"),
@@ -33,24 +36,46 @@ SAMPLING = {
     "presence_penalty": (float, "subtract this from tokens seen before (0: off)"),
     "seed": (int, "of the random numbers (0)"),
 }
-EXPECTED = (ValueError, FileNotFoundError, NotImplementedError, ModuleNotFoundError, OSError)
+EXPECTED = (ValueError, OSError, NotImplementedError, ModuleNotFoundError, MemoryError)
+TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for bad input, with one line on stderr)."""
-    args = _parser().parse_args(argv)
     warnings.showwarning = _show_warning
     try:
+        args = _parser().parse_args(argv)
         return args.run(args)
     except EXPECTED as error:
-        print(f"dflash-jax: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error) or "out of memory")
+    except jax.errors.JaxRuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        return _refuse(f"out of memory: {str(error).splitlines()[0]}")
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="dflash-jax", description=__doc__.splitlines()[0])
+def out_of_memory(error: Exception) -> bool:
+    """Whether an error of XLA says that memory did not suffice."""
+    text = str(error)
+    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
+
+
+def _refuse(reason: str) -> int:
+    print(f"dflash-jax: {' '.join(reason.splitlines())}", file=sys.stderr)
+    return 2
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line like all others."""
+
+    def error(self, message: str) -> Any:
+        raise ValueError(message)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="dflash-jax", description=__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     gen = commands.add_parser("generate", help="answer a prompt, drafting ahead of the target")
@@ -66,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "--draft",
         metavar="NAME|DIR|none",
         help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory, or none to "
-        "decode plainly (default: the shipped one for smollm2)",
+        f"decode plainly (default for smollm2: {DEFAULT_DRAFT})",
     )
     gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     gen.add_argument(
@@ -92,7 +117,8 @@ def _parser() -> argparse.ArgumentParser:
     gen.add_argument(
         "--window-policy",
         choices=get_args(PolicyKind),
-        help="how wide each round verifies (default: the family's own)",
+        help="how wide each round verifies (default: the family's own; where no option of a round "
+        "is given, the shipped drafters use what was measured fastest on this kind of device)",
     )
     gen.add_argument("--tau", type=float, help="threshold of the confidence policies (0.5)")
     gen.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
@@ -114,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def run_export(args: argparse.Namespace) -> int:
     """`dflash-jax export`."""
+    if not args.out:
+        raise ValueError("--out: expected a directory, found ''")
     draft = load_draft(args.draft, dtype="bfloat16")
     save_draft(draft, args.out)
     print(f"{args.out}: {draft.config.family} drafter, bf16, Hugging Face names")
@@ -173,17 +201,18 @@ def _load_draft(args: argparse.Namespace, loaded: LoadedTarget) -> DFlashDraft |
     if name is None:
         if args.target != "smollm2":
             raise ValueError(f"--draft: expected a drafter for {args.target}, found none given")
-        name = "dflash"
+        name = DEFAULT_DRAFT
     return load_draft(draft_directory(name), loaded.target, args.dtype)
+
+
+def _is_shipped(name: str | None) -> bool:
+    return name is None or name in shipped_drafts()
 
 
 def _prompt_ids(args: argparse.Namespace, loaded: LoadedTarget) -> list[int]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     if args.ids:
-        try:
-            return [int(word) for word in text.replace(",", " ").split()]
-        except ValueError:
-            raise ValueError(f"PROMPT: expected token ids (--ids), found {text!r}") from None
+        return [_token_id(word) for word in text.replace(",", " ").split()]
     if loaded.text is None:
         raise ValueError(f"{args.target}: expected a tokenizer beside it (or --ids), found none")
     if args.no_chat:
@@ -191,17 +220,32 @@ def _prompt_ids(args: argparse.Namespace, loaded: LoadedTarget) -> list[int]:
     return loaded.text.encode_chat([{"role": "user", "content": text}])
 
 
+def _token_id(word: str) -> int:
+    if not TOKEN_ID.fullmatch(word):
+        raise ValueError(f"PROMPT: expected token ids (--ids), found {_cut(word)}")
+    return int(word)
+
+
+def _cut(text: str, most: int = 60) -> str:
+    """A text in quotes, cut where it would fill the screen."""
+    return repr(text if len(text) <= most else text[:most] + "...")
+
+
 def _session_options(
     args: argparse.Namespace, loaded: LoadedTarget, draft: DFlashDraft | None
 ) -> dict[str, Any]:
     stops = [*loaded.target.stop_token_ids]
+    size = loaded.target.vocab_size
     for token in args.stop:
         known = loaded.text.token_to_id(token) if loaded.text is not None else None
-        if known is None and not token.isdecimal():
+        if known is None:
+            known = int(token) if TOKEN_ID.fullmatch(token) else -1
+        if not 0 <= known < size:
             raise ValueError(
-                f"--stop: expected a token of the vocabulary or an id, found {token!r}"
+                "--stop: expected a token of the vocabulary or an id in "
+                f"0..{size - 1}, found {_cut(token)}"
             )
-        stops.append(int(token) if known is None else known)
+        stops.append(known)
     options = {
         "stop_token_ids": stops,
         "capacity": args.capacity,
@@ -222,6 +266,8 @@ def _session_options(
     }
     if draft is not None:
         resolve_harvest(draft.config, args.harvest)
+        if all(value is None for value in drafting.values()) and _is_shipped(args.draft):
+            return options | measured_window(draft.config.family, jax.default_backend())
         kind = drafting.pop("window_policy")
         tau = {} if args.tau is None else {"tau": args.tau}
         return options | drafting | {"policy": DSparkVtPolicy(kind, **tau) if kind else None}

@@ -66,6 +66,8 @@ def compare(
     Call it twice, or after a warm-up of the same shapes, for timings without compilation.
     """
     speculative = generate(target, draft, prompt, max_new_tokens, **options)
+    if isinstance(speculative, list):
+        raise ValueError(f"prompt: expected token ids of one, found {len(speculative)} prompts")
     plain = generate(target, None, prompt, max_new_tokens, **plain_options(options))
     padded = generate(target, draft, prompt, max_new_tokens, **options, accept=False)
     return Comparison(
@@ -79,7 +81,8 @@ def compare(
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The `SpecSession` options that also concern plain decoding."""
-    return {k: v for k, v in options.items() if k in ("stop_token_ids", "capacity", "sampling")}
+    shared = ("stop_token_ids", "capacity", "sampling", "implementation")
+    return {k: v for k, v in options.items() if k in shared}
 
 
 def first_difference(

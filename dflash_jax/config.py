@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_jax.keys import Keys, read_json
+from dflash_jax.keys import Keys, names, read_json, table
 
 Family = Literal["dflash", "dspark", "dflash2"]
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -153,8 +153,10 @@ def dspark_strategy_census(config_text: str) -> bool:
     False
     """
     raw = json.loads(config_text)
-    nested = raw.get("dflash_config") or {}
-    return any("DSpark" in str(name) for name in raw.get("architectures") or ()) or (
+    if not isinstance(raw, dict):
+        raise ValueError(f"config: expected a JSON object, found {type(raw).__name__}")
+    nested = table(raw, "dflash_config")
+    return any("DSpark" in name for name in names(raw, "architectures")) or (
         nested.get("projector_type") == "dspark"
     )
 
@@ -212,8 +214,10 @@ def parse_config(
             f"num_attention_heads: expected a multiple of num_key_value_heads {kv_heads}, "
             f"found {heads}"
         )
-    if keys.get("attention_bias"):
+    if keys.optional_bool("attention_bias"):
         raise ValueError("attention_bias: expected false (bias tensors are not used), found true")
+    if keys.optional_bool("is_neox_style") is False:
+        raise ValueError("is_neox_style: expected true (half-split rotary pairs), found false")
     act = keys.get("hidden_act", "silu")
     if act != "silu":
         raise ValueError(f"hidden_act: expected 'silu', found {act!r}")
@@ -319,7 +323,7 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
     top-level `rope_theta`. Theta has no default; unknown types and YaRN or llama3 blocks
     without their required keys are refused.
     """
-    nested = dict(raw.get("rope_scaling") or {}) | dict(raw.get("rope_parameters") or {})
+    nested = {**table(raw, "rope_scaling"), **table(raw, "rope_parameters")}
     # Per-layer-type rope tables describe models we do not build; never pick one silently.
     if any(isinstance(value, Mapping) for value in nested.values()):
         raise ValueError(f"rope_parameters: expected one table, found one per {sorted(nested)}")
@@ -349,7 +353,7 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
             attention_factor=keys.optional_float("attention_factor"),
             mscale=keys.optional_float("mscale"),
             mscale_all_dim=keys.optional_float("mscale_all_dim"),
-            truncate=bool(keys.get("truncate", True)),
+            truncate=keys.optional_bool("truncate") is not False,
         )
     raise ValueError(f"rope_type: expected 'default', 'yarn' or 'llama3', found {rope_type!r}")
 
@@ -434,7 +438,7 @@ def _dflash2(keys: Keys, window: tuple[int | None, ...], block_size: int) -> DFl
 
 
 def _family(raw: Mapping[str, Any]) -> Family:
-    if any("DFlash2DraftModel" in str(name) for name in raw.get("architectures") or ()):
+    if any("DFlash2DraftModel" in name for name in names(raw, "architectures")):
         return "dflash2"
     return "dspark" if dspark_strategy_census(json.dumps(dict(raw))) else "dflash"
 
@@ -458,7 +462,7 @@ def _layer_masks(
         raise ValueError(f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown}")
     sliding = [t == "sliding_attention" for t in types]
     window = keys.optional_int("sliding_window")
-    use = keys.get("use_sliding_window")
+    use = keys.optional_bool("use_sliding_window")
     if any(sliding):
         if window is None:
             raise ValueError("sliding_window: expected a window (layer_types slide), found null")

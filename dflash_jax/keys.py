@@ -7,16 +7,44 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+LARGEST = 2**31 - 1
+"""Sizes and token ids are int32 on the device."""
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError naming the file for anything else."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
     if not isinstance(raw, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
     return raw
+
+
+def table(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A nested object of a config, empty where it is absent or null."""
+    inner = raw.get(name)
+    if inner is not None and not isinstance(inner, Mapping):
+        raise ValueError(f"{name}: expected an object, found {inner!r}")
+    return inner or {}
+
+
+def names(raw: Mapping[str, Any], name: str) -> list[str]:
+    """A list of strings of a config, empty where it is absent or null."""
+    value = raw.get(name)
+    items = [] if value is None else value
+    if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
+        raise ValueError(f"{name}: expected a list of names, found {value!r}")
+    return items
+
+
+def token_id(raw: Mapping[str, Any], name: str) -> int | None:
+    """A token id of a file's metadata; None where it is absent or stands for none (-1)."""
+    value = raw.get(name)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ValueError(f"{name}: expected a token id, found {value!r:.60}")
+    return value if value is not None and 0 <= value <= LARGEST else None
 
 
 class Keys:
@@ -28,10 +56,7 @@ class Keys:
     def __init__(self, raw: Mapping[str, Any], *nested: str):
         self._tables: dict[str, Mapping[str, Any]] = {}
         for name in nested:
-            inner = raw.get(name) or {}
-            if not isinstance(inner, Mapping):
-                raise ValueError(f"{name}: expected an object, found {inner!r}")
-            self._tables[name] = inner
+            self._tables[name] = table(raw, name)
         self._tables["top level"] = raw
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -65,6 +90,8 @@ class Keys:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise ValueError(f"{name}: expected a positive integer, found {value!r}")
+        if value > LARGEST:
+            raise ValueError(f"{name}: expected an integer below 2**31, found {value}")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:

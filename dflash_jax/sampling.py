@@ -6,7 +6,6 @@ Everything here is for one sequence; batches are vmapped.
 """
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, Literal
@@ -21,19 +20,22 @@ DIGIT = 4
 """Bits of a float that one step of `leading` settles."""
 EVENTS = ("draft", "accept", "residual", "bonus")
 Event = Literal["draft", "accept", "residual", "bonus"]
+LARGEST = 1e20
+"""Bound of every number of a request: within it no f32 sum or quotient of logits overflows, and
+no temperature lifts the entries that may never be chosen."""
 RANGES = {
-    "temperature": (Real, 0, math.inf),
+    "temperature": (Real, 0, LARGEST),
     "top_k": (Integral, 0, 2**31 - 1),
     "top_p": (Real, 0, 1),
     "min_p": (Real, 0, 1),
-    "repeat_penalty": (Real, 0, math.inf),
-    "frequency_penalty": (Real, -math.inf, math.inf),
-    "presence_penalty": (Real, -math.inf, math.inf),
+    "repeat_penalty": (Real, 1 / LARGEST, LARGEST),
+    "frequency_penalty": (Real, -LARGEST, LARGEST),
+    "presence_penalty": (Real, -LARGEST, LARGEST),
     "penalty_last_n": (Integral, -1, 2**31 - 1),
     "seed": (Integral, 0, 2**32 - 1),
     "sequence": (Integral, 0, 2**32 - 1),
 }
-"""Kind and range of the fields of `SamplingParams`; infinity itself is never allowed."""
+"""Kind and range of the fields of `SamplingParams`."""
 
 
 @struct.dataclass
@@ -233,19 +235,20 @@ class SamplingParams:
         for name, (kind, low, high) in RANGES.items():
             value = getattr(self, name)
             number = isinstance(value, kind) and not isinstance(value, bool)
-            if not number or not low <= value <= high or math.isinf(value):
+            if not number or not low <= value <= high:
                 what = "an integer" if kind is Integral else "a number"
                 raise ValueError(f"{name}: expected {what} from {low} to {high}, found {value!r}")
-        if self.repeat_penalty == 0 or self.top_p == 0:
-            name = "top_p" if self.top_p == 0 else "repeat_penalty"
-            raise ValueError(f"{name}: expected more than 0, found 0")
+        if self.top_p == 0:
+            raise ValueError("top_p: expected more than 0, found 0")
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias: expected a mapping, found {self.logit_bias!r}")
         for token, value in self.logit_bias.items():
-            if not isinstance(token, Integral) or token < 0:
+            if not isinstance(token, Integral) or isinstance(token, bool) or token < 0:
                 raise ValueError(f"logit_bias: expected token ids, found {token!r}")
-            if not isinstance(value, Real) or not value < math.inf:
-                raise ValueError(f"logit_bias: expected numbers or -inf, found {value!r}")
+            if not isinstance(value, Real) or not value <= LARGEST:
+                raise ValueError(
+                    f"logit_bias: expected numbers up to {LARGEST} or -inf, found {value!r}"
+                )
 
     @property
     def greedy(self) -> bool:
@@ -293,7 +296,11 @@ def make_sampler(params: Sequence[SamplingParams], vocab_size: int, rows: int) -
                     raise ValueError(
                         f"logit_bias: expected ids in 0..{vocab_size - 1}, found {token}"
                     )
-                table[b, token] = value
+                table[b, token] = value if value >= -LARGEST else -np.inf
+        if np.isneginf(table[:, :vocab_size]).all(axis=1).any():
+            raise ValueError(
+                f"logit_bias: expected a token that may be chosen, found all {vocab_size} forbidden"
+            )
         bias = jnp.asarray(table)
     if any(p.penalised for p in params):
         penalties = Penalties(
@@ -302,9 +309,9 @@ def make_sampler(params: Sequence[SamplingParams], vocab_size: int, rows: int) -
             presence=column("presence_penalty"),
             last_n=column("penalty_last_n", np.int32),
         )
-    filters = Filters(
-        column("temperature"), column("top_k", np.int32), column("top_p"), column("min_p")
-    )
+    # A top-p that rounds to 0 would keep no token at all.
+    top_p = jnp.maximum(column("top_p"), jnp.finfo(jnp.float32).tiny)
+    filters = Filters(column("temperature"), column("top_k", np.int32), top_p, column("min_p"))
     seed, sequence = column("seed", np.uint32), column("sequence", np.uint32)
     return Sampler(filters, penalties, bias, seed, sequence)
 

@@ -2,17 +2,18 @@
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax import kernels, loop
 from dflash_jax import kv as cache
-from dflash_jax import loop
 from dflash_jax.config import DSparkHarvest, resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftTail
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import DecodeState, RoundPlan
@@ -81,7 +82,7 @@ def generate(
     max_new_tokens: int | Sequence[int] = 128,
     **options: Any,
 ) -> Any:
-    """Decode greedily; the tokens are the target's own, whatever the drafter proposes.
+    """Decode; tokens (or, when sampling, their law) are the target's own, whatever is drafted.
 
     Args:
       target: see `targets.Target`.
@@ -95,9 +96,10 @@ def generate(
     >>> out = generate(target, draft, codec.encode("Hello"), 32)      # doctest: +SKIP
     >>> out.token_ids, out.mean_acceptance_length                     # doctest: +SKIP
     """
-    single = len(prompts) > 0 and isinstance(prompts[0], int | np.integer)
+    rows = _sequence("prompts", prompts)
+    single = len(rows) > 0 and not isinstance(rows[0], Sequence) and np.ndim(rows[0]) == 0
     session = SpecSession(target, draft, **options)
-    session.open([prompts] if single else prompts, max_new_tokens)
+    session.open([rows] if single else rows, max_new_tokens)
     session.burst()
     results = session.results()
     return results[0] if single else results
@@ -119,6 +121,8 @@ class SpecSession:
       sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
       row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
       logprobs: keep the target's log-probability of each emitted token.
+      implementation: "xla" or "pallas" for the ops that have kernels; default what each op takes
+        by itself, see `kernels.resolve`. NotImplementedError where "pallas" cannot run here.
       check: after every burst assert the round invariants (rows held, anchor), for debugging.
       accept: False verifies as usual but accepts nothing: the same compiled program then decodes
         plainly, one token a round, which is what losslessness is checked against.
@@ -143,15 +147,31 @@ class SpecSession:
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         row_draws: RowDraws = "argmax",
         logprobs: bool = False,
+        implementation: Implementation = None,
         check: bool = False,
         accept: bool = True,
     ):
+        if not isinstance(target, Target):
+            raise ValueError(
+                f"target: expected a Target (load_target(...).target), found a {_kind(target)}"
+            )
+        if not isinstance(draft, DFlashDraft | None):
+            raise ValueError(
+                f"draft: expected a DFlashDraft (load_draft) or None, found a {_kind(draft)}"
+            )
         self.target, self.draft = target, draft
         self._capacity, self._accept, self._check = capacity, accept, check
         stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = _token_ids("stop_token_ids", stops, None)
-        self._sampling = sampling
-        self._plan = RoundPlan(block_size=1, verify_width=1, capacity=1, logprobs=logprobs)
+        self._sampling = _requests(sampling)
+        kernels.resolve(implementation)
+        self._plan = RoundPlan(
+            block_size=1,
+            verify_width=1,
+            capacity=1,
+            logprobs=logprobs,
+            implementation=implementation,
+        )
         if draft is not None:
             target.check_drafter(draft.config)
             harvest = resolve_harvest(draft.config, harvest)
@@ -184,10 +204,13 @@ class SpecSession:
     ) -> None:
         """Prefill the prompts and emit each one's first token.
 
+        ValueError names what does not fit: prompts, budgets, capacity, `draft_from`, `tail`.
+
         draft_from: the drafter starts cold at this position and never sees the rows before it.
         tail: one sequence's exported draft rows, where its prompt's first `tail.len` tokens are
         what they were made of; the drafter reads those instead of making them again.
         """
+        prompts = _sequence("prompts", prompts)
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one, found none")
         rows = [_token_ids(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)]
@@ -211,8 +234,8 @@ class SpecSession:
     def burst(self, rounds: int | None = None) -> None:
         """Decode `rounds` more rounds (default: until every sequence is done)."""
         self._require_open()
+        limit = jnp.int32(_rounds(rounds, 0))
         began = time.perf_counter()
-        limit = jnp.int32(ALL_ROUNDS if rounds is None else rounds)
         self.state = loop.decode(self.target, self.draft, self.state, self._stops, limit, self.plan)
         jax.block_until_ready(self.state)
         self._seconds += time.perf_counter() - began
@@ -223,6 +246,7 @@ class SpecSession:
     def stream(self, rounds: int = 1) -> Iterator[list[list[int]]]:
         """Yield each sequence's new tokens: first the prompt's own, then every `rounds` rounds."""
         self._require_open()
+        rounds = _rounds(rounds, 1)
         sent = [0] * len(self._context)
         while True:
             tokens, emitted = np.asarray(self.state.tokens), np.asarray(self.state.emitted)
@@ -240,6 +264,7 @@ class SpecSession:
         Equal to opening prompt + emitted tokens + suffix from cold, without redoing their rows.
         """
         self._require_open()
+        suffixes = _sequence("suffixes", suffixes)
         if len(suffixes) != len(self._context):
             raise ValueError(
                 f"suffixes: expected {len(self._context)} (one a sequence), found {len(suffixes)}"
@@ -267,11 +292,13 @@ class SpecSession:
         self._require_open()
         if self.draft is None:
             raise ValueError("tail: expected a drafter, found a plain session")
+        sequence = _between("sequence", sequence, 0, len(self._context) - 1)
         return cache.export_tail(self.draft.config, self.state.draft, upto, sequence)
 
     @property
     def done(self) -> bool:
         """Whether every sequence has finished."""
+        self._require_open()
         return bool(np.asarray(self.state.done).all())
 
     def results(self) -> list[Generation]:
@@ -309,7 +336,11 @@ class SpecSession:
         tail: DraftTail | None,
     ) -> tuple[loop.Caches, int]:
         """Caches after the tokens that the drafter does not ingest itself, and their number."""
+        if tail is not None and not isinstance(tail, DraftTail):
+            raise ValueError(f"tail: expected a DraftTail, found {tail!r}")
         done = tail.len if tail is not None else draft_from
+        if isinstance(done, bool) or not isinstance(done, int | np.integer):
+            raise ValueError(f"draft_from: expected an integer, found {done!r}")
         if done == 0 and tail is None:
             return caches, 0
         if self.draft is None:
@@ -325,18 +356,26 @@ class SpecSession:
         config, kv = self.draft.config, caches.draft
         kv = cache.cold(kv, done) if tail is None else cache.import_tail(config, kv, tail)
         head = [row[:done] for row in rows]
-        lengths = [0] * len(rows)
-        fed = loop.prefill(
-            self.target, None, caches._replace(draft=None), head, lengths, self.plan.capacity
-        )
+        bare = caches._replace(draft=None)
+        fed = self._feed(None, bare, head, [0] * len(rows))
         return fed._replace(draft=kv), done
+
+    def _feed(
+        self,
+        draft: DFlashDraft | None,
+        caches: loop.Caches,
+        rows: list[list[int]],
+        lengths: list[int],
+    ) -> loop.Caches:
+        plan = self.plan
+        return loop.prefill(
+            self.target, draft, caches, rows, lengths, plan.capacity, plan.implementation
+        )
 
     def _prefill(
         self, caches: loop.Caches, rows: list[list[int]], budget: list[int], began: float
     ) -> None:
-        lengths = [len(context) for context in self._context]
-        capacity = self.plan.capacity
-        caches = loop.prefill(self.target, self.draft, caches, rows, lengths, capacity)
+        caches = self._feed(self.draft, caches, rows, [len(context) for context in self._context])
         for context, row in zip(self._context, rows, strict=True):
             context.extend(row)
         cap = self.plan.verify_width if self._accept else 1
@@ -380,7 +419,9 @@ class SpecSession:
         return sampler, jnp.asarray(history)
 
     def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
-        many = isinstance(max_new_tokens, Sequence)
+        if isinstance(max_new_tokens, np.ndarray | jax.Array):
+            max_new_tokens = np.asarray(max_new_tokens).tolist()
+        many = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
         budget = list(max_new_tokens) if many else [max_new_tokens] * batch
         if len(budget) != batch:
             raise ValueError(
@@ -435,7 +476,8 @@ class SpecSession:
 
 def _widths(widths: Sequence[int] | None, widest: int) -> tuple[int, ...]:
     """Compiled verify widths, ascending, ending in the widest."""
-    chosen = [_between("widths", w, 2, widest) for w in widths or ()]
+    given = () if widths is None else _sequence("widths", widths)
+    chosen = [_between("widths", w, 2, widest) for w in given]
     return tuple(sorted({*chosen, widest}))
 
 
@@ -456,12 +498,52 @@ def _between(name: str, value: int | None, low: int, high: int) -> int:
     return int(value)
 
 
-def _token_ids(name: str, ids: Sequence[int], vocabulary: int | None) -> list[int]:
+def _kind(value: Any) -> str:
+    return type(value).__name__
+
+
+def _rounds(rounds: int | None, least: int) -> int:
+    """Rounds to run as an int32; None stands for all."""
+    if rounds is None:
+        return ALL_ROUNDS
+    if isinstance(rounds, bool) or not isinstance(rounds, int | np.integer) or rounds < least:
+        raise ValueError(f"rounds: expected an integer from {least} or None, found {rounds!r}")
+    return min(int(rounds), ALL_ROUNDS)
+
+
+def _requests(sampling: Any) -> SamplingParams | Sequence[SamplingParams]:
+    """ValueError for what is neither `SamplingParams` nor a list of them."""
+    for params in sampling if isinstance(sampling, Sequence) else [sampling]:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling: expected SamplingParams (or one a prompt), found {params!r}"
+            )
+    return sampling
+
+
+def _sequence(name: str, values: Any) -> Sequence[Any]:
+    """A sequence as it is, the elements of an array of any library; ValueError for others."""
+    if isinstance(values, np.ndarray | jax.Array):
+        values = np.asarray(values).tolist()
+    if not isinstance(values, Sequence):
+        raise ValueError(f"{name}: expected a list, found {values!r}")
+    return values
+
+
+def _token_ids(name: str, ids: Iterable[int], vocabulary: int | None) -> list[int]:
+    """Token ids as ints; without a vocabulary, those that an int32 holds."""
+    if isinstance(ids, np.ndarray | jax.Array):
+        ids = np.asarray(ids).tolist()
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"{name}: expected token ids, found {ids!r}")
+    last = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
     out = []
     for token in ids:
+        if isinstance(token, jax.Array) and token.ndim == 0:
+            token = token.item()
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise ValueError(f"{name}: expected token ids, found {token!r}")
-        if token < 0 or (vocabulary is not None and token >= vocabulary):
-            raise ValueError(f"{name}: expected ids in 0..{(vocabulary or 0) - 1}, found {token}")
+        if not 0 <= token <= last:
+            raise ValueError(f"{name}: expected ids in 0..{last}, found {token}")
         out.append(int(token))
     return out

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.extras import require
-from dflash_jax.keys import read_json
+from dflash_jax.keys import read_json, token_id
 
 CONTROL, USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type` of special tokens and of whole words added beside the merges."""
@@ -57,7 +57,7 @@ class TextCodec:
 
         A beginning-of-sequence token is put in front where the model's tokenizer does so.
         """
-        return self.tokenizer.encode(text).ids
+        return self.tokenizer.encode(_unicode(text)).ids
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
         """The chat template's text for `messages` ({"role": ..., "content": ...} each).
@@ -68,12 +68,13 @@ class TextCodec:
         """
         if self.template is None:
             raise ValueError("chat template: this target has none, pass plain text or token ids")
-        jinja2 = require("jinja2", "gguf")
+        require("jinja2", "gguf")
+        template = _compile(self.template)
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         context = defaults | dict(self.special) | template_kwargs
         try:
-            return _compile(self.template).render(messages=[dict(m) for m in messages], **context)
-        except (jinja2.TemplateError, TypeError) as error:
+            return template.render(messages=[dict(m) for m in messages], **context)
+        except Exception as error:  # a template is a program of its own
             raise ValueError(f"chat template: {error}") from None
 
     def encode_chat(
@@ -81,7 +82,7 @@ class TextCodec:
     ) -> list[int]:
         """Token ids of `render_chat`: the template alone puts special tokens in."""
         text = self.render_chat(messages, **template_kwargs)
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(_unicode(text), add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 come out as U+FFFD."""
@@ -161,16 +162,19 @@ def codec_from_gguf(metadata: Mapping[str, Any]) -> TextCodec:
     model, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if model != "gpt2":
         raise NotImplementedError(f"tokenizer.ggml.model: expected 'gpt2' (BPE), found {model!r}")
-    if pre not in PRE_TOKENIZERS:
+    if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(map(repr, PRE_TOKENIZERS))
         raise NotImplementedError(f"tokenizer.ggml.pre: expected one of {known}, found {pre!r}")
-    for name in ("tokens", "merges"):
-        if metadata.get(f"tokenizer.ggml.{name}") is None:
-            raise ValueError(f"tokenizer.ggml.{name}: expected a list of strings, found nothing")
-    tokens = metadata["tokenizer.ggml.tokens"]
+    tokens = _strings(metadata, "tokenizer.ggml.tokens")
+    _strings(metadata, "tokenizer.ggml.merges")
+    types = metadata.get("tokenizer.ggml.token_type")
+    if types and (not isinstance(types, list) or len(types) != len(tokens)):
+        raise ValueError(
+            f"tokenizer.ggml.token_type: expected {len(tokens)} numbers, found {types!r:.60}"
+        )
     special = {}
     for name in ("bos", "eos", "unknown", "padding"):
-        index = metadata.get(f"tokenizer.ggml.{name}_token_id")
+        index = token_id(metadata, f"tokenizer.ggml.{name}_token_id")
         if index is not None and index < len(tokens):
             short = {"unknown": "unk", "padding": "pad"}.get(name, name)
             special[f"{short}_token"] = tokens[index]
@@ -182,6 +186,14 @@ def codec_from_gguf(metadata: Mapping[str, Any]) -> TextCodec:
             single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
         )
     return TextCodec(tokenizer, metadata.get("tokenizer.chat_template"), special)
+
+
+def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
+    value = metadata.get(name)
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        found = "nothing" if value is None else f"{value!r:.60}"
+        raise ValueError(f"{name}: expected a list of strings, found {found}")
+    return value
 
 
 def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
@@ -197,7 +209,8 @@ def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
             ignore_merges=pre == "llama-bpe",
         )
     except Exception as error:  # the package raises a bare Exception
-        raise ValueError(f"tokenizer.ggml.merges: {error}") from None
+        reason = " ".join(str(error).split())
+        raise ValueError(f"tokenizer.ggml.merges: {reason}") from None
     tokenizer = tokenizers.Tokenizer(model)
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     style, pattern = PRE_TOKENIZERS[pre]
@@ -226,12 +239,19 @@ def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
 def _directory_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     jinja, older = directory / "chat_template.jinja", directory / "chat_template.json"
     if jinja.is_file():
-        return jinja.read_text(encoding="utf-8")
+        try:
+            return jinja.read_text(encoding="utf-8")
+        except ValueError as error:
+            raise ValueError(f"{jinja}: not text ({error})") from None
     template = config.get("chat_template")
     if template is None and older.is_file():
         template = read_json(older).get("chat_template")
     if isinstance(template, list):  # named templates; "default" is the chat's
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        entries = [entry for entry in template if isinstance(entry, Mapping)]
+        named = {entry.get("name"): entry.get("template") for entry in entries}
+        template = named.get("default")
+    if template is not None and not isinstance(template, str):
+        raise ValueError(f"{directory}: chat_template: expected a string, found {template!r}")
     return template
 
 
@@ -245,9 +265,22 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return special
 
 
+def _unicode(text: str) -> str:
+    """The text; ValueError where it holds half a surrogate pair, which has no bytes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        found = text[error.start]
+        raise ValueError(f"text: expected Unicode characters, found {found!r}") from None
+    return text
+
+
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> Any:
-    """The template in the environment that Hugging Face chat templates are written for."""
+    """The template in the environment that Hugging Face chat templates are written for.
+
+    ValueError for one that does not parse.
+    """
     sandbox = require("jinja2.sandbox", "gguf")
     extensions = [require("jinja2.ext", "gguf").loopcontrols, _generation_tag()]
     environment = sandbox.ImmutableSandboxedEnvironment(
@@ -255,7 +288,10 @@ def _compile(template: str) -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    return environment.from_string(template)
+    try:
+        return environment.from_string(template)
+    except (require("jinja2", "gguf").TemplateError, RecursionError) as error:
+        raise ValueError(f"chat template: {error}") from None
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

@@ -13,6 +13,7 @@ A run stops cleanly at `--time-budget` seconds or `--stop-at` steps; the same co
 
 import argparse
 import dataclasses
+import math
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,8 @@ import jax
 from dflash_jax import corpus as data
 from dflash_jax import trainer
 from dflash_jax.checkpoint import compute_dtype, load_draft
-from dflash_jax.config import ARCHITECTURES
+from dflash_jax.cli import Parser
+from dflash_jax.config import ARCHITECTURES, DFlashConfig, config_dict, parse_config
 from dflash_jax.draft import init_draft
 from dflash_jax.losses import Recipe
 from dflash_jax.targets.loading import load_target
@@ -38,13 +40,33 @@ from dflash_jax.training import (
 
 BEGAN = time.monotonic()
 HELDOUT = Path(__file__).with_name("heldout_prompts.jsonl")
+LEAST = {
+    "rows": 1,
+    "sample_batch": 1,
+    "length": 2,
+    "steps": 1,
+    "stop_at": 1,
+    "batch": 1,
+    "anchors": 1,
+    "rank": 1,
+    "top_k": 1,
+    "layers": 1,
+    "intermediate_size": 1,
+    "block_size": 2,
+    "mask_id": 0,
+    "seed": 0,
+    "devices": 1,
+    "max_new_tokens": 1,
+    "eval_every": 1,
+}
+"""The least that each option may be, where it is given."""
 MASK_TOKEN = "<empty_output>"  # reserved in SmolLM2's vocabulary, in none of its texts
 TAPS = (2, 9, 16, 23, 28)
 
 
-def parser() -> argparse.ArgumentParser:
+def parser() -> Parser:
     """The command line."""
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    p = Parser(description=__doc__.splitlines()[0])
     add = p.add_argument
     add("--target", default="smollm2", help="smollm2, a directory or a .gguf file")
     add("--out", type=Path, required=True, help="directory of the drafter")
@@ -88,13 +110,44 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 2 and one line on a user's error."""
-    args = parser().parse_args(argv)
     try:
+        args = parser().parse_args(argv)
+        check_arguments(args)
         run(args)
-    except (ValueError, FileNotFoundError, NotImplementedError, ModuleNotFoundError) as error:
-        print(f"train_drafter: {error}", file=sys.stderr)
+    except (ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
+        print(f"train_drafter: {' '.join(str(error).splitlines())}", file=sys.stderr)
         return 2
     return 0
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """ValueError for what can't work, before anything is loaded or sampled."""
+    for name, least in LEAST.items():
+        value = getattr(args, name)
+        if value is not None and value < least:
+            raise ValueError(f"{_flag(name)}: expected at least {least}, found {value}")
+    if not args.gamma > 0:
+        raise ValueError(f"--gamma: expected more than 0 (inf: all alike), found {args.gamma}")
+    if not 0 < args.lr < math.inf:
+        raise ValueError(f"--lr: expected a finite number above 0, found {args.lr}")
+    losses = ("ce", "kl", "l1")
+    for name in losses:
+        value = getattr(args, name)
+        if not 0 <= value < math.inf:
+            raise ValueError(f"{_flag(name)}: expected a finite number from 0, found {value}")
+    if not any(getattr(args, name) for name in losses):
+        raise ValueError("--ce: expected more than 0 where --kl and --l1 are 0, found 0.0")
+    for name in ("time_budget", "sample_seconds"):
+        if math.isnan(getattr(args, name)):
+            raise ValueError(f"{_flag(name)}: expected seconds, found nan")
+    if args.seed >= 2**32:
+        raise ValueError(f"--seed: expected an integer below 2**32, found {args.seed}")
+    if not args.out.name:
+        raise ValueError(f"--out: expected the name of a directory, found {str(args.out)!r}")
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -106,6 +159,7 @@ def run(args: argparse.Namespace) -> None:
     sampling = data.SampleOptions(args.length, tuple(sorted({args.length // 2, args.length})))
     records = list(data.read_records(args.heldout))
     prompts = [data.prompt_ids(record, codec) for record in records]
+    check_heldout(prompts, args, target)
     corpus = make_corpus(args, target, codec, sampling, say)
     heldout = trainer.heldout_batch(target, codec, prompts, sampling) if codec else None
     state_file = args.state or args.out.with_name(args.out.name + ".state") / "state.npz"
@@ -163,11 +217,32 @@ def run(args: argparse.Namespace) -> None:
     say(f"lossless: {lossless}")
 
 
+def check_heldout(prompts: list[list[int]], args: argparse.Namespace, target) -> None:
+    """ValueError for prompts that could not be reported on once the training is over."""
+    if not prompts:
+        raise ValueError(f"--heldout: expected prompts, found none in {args.heldout}")
+    for number, prompt in enumerate(prompts, 1):
+        if not 1 <= len(prompt) <= target.max_positions:
+            raise ValueError(
+                f"--heldout: expected 1..{target.max_positions} tokens a prompt, "
+                f"found {len(prompt)} in record {number}"
+            )
+    check_ids("--heldout", max(map(max, prompts)), target)
+
+
+def check_ids(name: str, largest: int, target) -> None:
+    """ValueError for an id that the target does not have."""
+    if largest >= target.vocab_size:
+        raise ValueError(f"{name}: expected ids in 0..{target.vocab_size - 1}, found {largest}")
+
+
 def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
     """Read records, or read the corpus files that exist and sample the others."""
     if args.data:
         end = data.chat_format(codec).to_user[:1] if codec and codec.template else ()
-        return data.corpus_from_records(data.read_records(args.data), codec, args.length, end)
+        corpus = data.corpus_from_records(data.read_records(args.data), codec, args.length, end)
+        check_ids("--data", int(corpus.ids.max()), target)
+        return corpus
     if codec is None:
         raise ValueError("--data: needed for a target without a tokenizer, found none")
     parts = []
@@ -196,10 +271,10 @@ def first_draft(args, target, codec):
     if args.init:
         draft = load_draft(args.init, target)
         block = args.block_size or draft.config.block_size
-        draft = draft.replace(config=dataclasses.replace(draft.config, block_size=block))
+        draft = draft.replace(config=checked(dataclasses.replace(draft.config, block_size=block)))
         if draft.config.family == args.family:
             return draft
-        config = family_config(draft.config, args.family, args.rank, args.top_k)
+        config = checked(family_config(draft.config, args.family, args.rank, args.top_k))
         fresh = init_draft(config, jax.random.key(args.seed), compute_dtype())
         return adopt_backbone(fresh, draft)
     mask = args.mask_id
@@ -215,11 +290,16 @@ def first_draft(args, target, codec):
         intermediate_size=args.intermediate_size,
         block_size=args.block_size or 8,
     )
-    config = family_config(config, args.family, args.rank, args.top_k)
+    config = checked(family_config(config, args.family, args.rank, args.top_k))
     target.check_drafter(config)
     draft = init_draft(config, jax.random.key(args.seed), compute_dtype())
     # The head is the target's: rows that enter it start out scaled as the target scales its own.
     return draft.replace(norm=target.norm)
+
+
+def checked(config: DFlashConfig) -> DFlashConfig:
+    """The config as its `config.json` will be read back; ValueError where that is refused."""
+    return parse_config(config_dict(config))
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -155,14 +156,58 @@ def test_a_tensor_that_is_not_where_the_index_says_is_named(saved):
         load_draft(saved)
 
 
-def test_a_broken_index_is_named(saved):
+@pytest.mark.parametrize(
+    "table", [{}, None, [], "x", {"fc.weight": 1}, {"fc.weight": None}, {"fc.weight": [WEIGHTS]}]
+)
+def test_a_broken_index_is_named(saved, table):
     index = shard(saved)
-    index.write_text("{}")
+    index.write_text(json.dumps({} if table == {} else {"weight_map": table}))
     with pytest.raises(ValueError, match=r"index\.json: expected JSON with a weight_map"):
         load_draft(saved)
 
 
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
+def test_a_file_that_is_not_json_is_named(saved, file, content):
+    shard(saved)
+    (saved / file).write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{file}: not JSON \(") as caught:
+        load_draft(saved)
+    assert "\n" not in str(caught.value)
+
+
+def test_nothing_is_saved_beside_the_index_of_another_checkpoint(saved):
+    index = shard(saved)
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+    with pytest.raises(ValueError, match=rf"expected no {index.name} .*, found one"):
+        save_draft(tiny_draft(), saved)
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8", bool, 5])
+def test_weights_are_computed_with_as_floats(saved, dtype):
+    with pytest.raises(ValueError, match=f"dtype: expected a floating-point type, found {dtype!r}"):
+        load_draft(saved, dtype=dtype)
+
+
 # --- int8 storage ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("scale", "message"),
+    [
+        (np.ones(31, np.float32), r"found \[31\] of float32"),
+        (np.ones((1, 32), np.float32), r"found \[1, 32\] of float32"),
+        (np.ones(32, np.int32), r"found \[32\] of int32"),
+        (np.full(32, np.nan, np.float32), "expected finite numbers"),
+        (np.full(32, np.inf, np.float32), "expected finite numbers"),
+    ],
+)
+def test_scales_are_a_finite_float_a_row(scale, message, tmp_path):
+    save_draft(tiny_draft(), tmp_path, storage="int8")
+    edit(tmp_path, **{"fc.weight.scale": scale})
+    with pytest.raises(ValueError, match=rf"fc\.weight\.scale: .*{message}"):
+        load_draft(tmp_path)
 
 
 def test_int8_storage_is_bf16_of_quantised_times_scale(tmp_path):
@@ -269,7 +314,7 @@ def test_one_layer_less_is_refused(saved):
 
 def test_integer_weights_are_refused(saved):
     edit(saved, **{"norm.weight": np.ones(32, np.int32)})
-    with pytest.raises(ValueError, match=r"tensor dtype: expected .*, found int32"):
+    with pytest.raises(ValueError, match=r"norm\.weight: expected F32, .*, found int32"):
         load_draft(saved)
 
 
@@ -348,9 +393,19 @@ def test_copies_of_the_targets_tables_are_compared_and_the_targets_used(saved):
         assert load_draft(saved, target).head is None
 
 
-def test_copies_of_another_width_are_refused(saved):
-    edit(saved, **{"embed_tokens.weight": np.ones((64, 31), np.float32)})
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight: expected width 32, found 31"):
+@pytest.mark.parametrize("name", ["embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("shape", [(64, 31), (32,), (64, 32, 1)])
+def test_copies_of_another_shape_are_refused(saved, name, shape):
+    edit(saved, **{name: np.ones(shape, np.float32)})
+    message = rf"{name}: expected \[rows, 32\], found {re.escape(str(list(shape)))}"
+    with pytest.raises(ValueError, match=message):
+        load_draft(saved, tiny_target())
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32])
+def test_copies_that_are_no_floats_are_refused(saved, dtype):
+    edit(saved, **{"embed_tokens.weight": np.ones((64, 32), dtype)})
+    with pytest.raises(ValueError, match=r"(scales|:) .*embed_tokens\.weight"):
         load_draft(saved, tiny_target())
 
 
@@ -406,7 +461,30 @@ def test_a_full_head_needs_no_map(saved, rows):
     assert load_draft(saved, tiny_target()).head is None
 
 
-@pytest.mark.parametrize("offset", [-4, 61])
+@pytest.mark.parametrize("shape", [(32, 31), (32,), (32, 32, 1)])
+def test_a_trimmed_head_of_another_shape_is_refused(saved, shape):
+    edit(saved, **head() | {"lm_head.weight": np.ones(shape, np.float32)})
+    message = rf"lm_head\.weight: expected \[rows, 32\], found {re.escape(str(list(shape)))}"
+    with pytest.raises(ValueError, match=message):
+        load_draft(saved, tiny_target())
+
+
+def test_a_trimmed_head_has_a_row(saved):
+    edit(saved, **{name: tensor[:0] for name, tensor in head().items()})
+    with pytest.raises(
+        ValueError, match=r"lm_head\.weight: expected \[rows, 32\], found \[0, 32\]"
+    ):
+        load_draft(saved, tiny_target())
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.bool_])
+def test_a_map_is_of_integers(saved, dtype):
+    edit(saved, **head() | {"d2t": np.zeros(32, dtype)})
+    with pytest.raises(ValueError, match=r"d2t: expected integers, found (float32|bool)"):
+        load_draft(saved, tiny_target())
+
+
+@pytest.mark.parametrize("offset", [-4, 61, 2**40])
 def test_a_map_that_leaves_the_vocabulary_is_refused(saved, offset):
     tensors = head()
     tensors["d2t"][3] = offset

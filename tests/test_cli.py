@@ -3,16 +3,18 @@
 import io
 import json
 
+import jax
 import numpy as np
 import pytest
 from families import FAMILIES, ORACLES, trained
 from safetensors.numpy import load_file
 
-from dflash_jax import generate, load_draft
+from dflash_jax import SpecSession, generate, load_draft
 from dflash_jax.checkpoint import named_leaves
-from dflash_jax.cli import main
+from dflash_jax.cli import _parser, _session_options, main
 from dflash_jax.sampling import SamplingParams
-from dflash_jax.window import DSparkVtPolicy
+from dflash_jax.targets.loading import LoadedTarget
+from dflash_jax.window import DSparkVtPolicy, measured_window
 
 TINY = ORACLES / "tiny"
 PROMPT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
@@ -208,12 +210,12 @@ def test_greedy_penalties(cli):
         (("--min-p", 0.1), "--min-p: expected --temperature above 0"),
         (("--seed", 3), "--seed: expected --temperature above 0"),
         (("--temperature", 1e-6, "--seed", 3), "--seed: expected --temperature above 0"),
-        (("--temperature", -1), "temperature: expected a number from 0 to inf, found -1.0"),
+        (("--temperature", -1), "temperature: expected a number from 0 to 1e+20, found -1.0"),
         (("--temperature", 1, "--top-p", 1.5), "top_p: expected a number from 0 to 1, found 1.5"),
         (("--temperature", 1, "--top-k", -3), "top_k: expected an integer from 0"),
         (("--temperature", 1, "--min-p", "nan"), "min_p: expected a number from 0 to 1, found nan"),
         (("--temperature", 1, "--seed", 2**32), "seed: expected an integer from 0"),
-        (("--repeat-penalty", 0), "repeat_penalty: expected more than 0, found 0"),
+        (("--repeat-penalty", 0), "repeat_penalty: expected a number from 1e-20 to 1e+20, found 0"),
         (("--compare", "--temperature", 1), "--compare: expected greedy decoding, found --temper"),
         (("--tau", 0.5), "--tau: expected --window-policy confidence or confidence-slot, found no"),
         (("--window-policy", "ladder", "--tau", 0.5), "--tau: expected --window-policy confidence"),
@@ -222,7 +224,12 @@ def test_greedy_penalties(cli):
         (("--verify-width", 1), "verify_width: expected 2..8, found 1"),
         (("--harvest", "dspak"), "harvest: expected 'dflash' or 'dspark', found 'dspak'"),
         (("--capacity", 10), "prompt: expected at most 10 tokens (capacity), found 60"),
-        (("--stop", "<end>"), "--stop: expected a token of the vocabulary or an id, found '<end>'"),
+        (("--stop", "<end>"), "--stop: expected a token of the vocabulary or an id in 0..263, fo"),
+        (("--stop", 264), "or an id in 0..263, found '264'"),
+        (("--stop", 2**70), f"or an id in 0..263, found '{2**70}'"),
+        (("--stop", "9" * 5000), f"or an id in 0..263, found '{'9' * 60}...'"),
+        (("--stop", "\u0663"), "or an id in 0..263, found '\u0663'"),
+        (("--stop", ""), "or an id in 0..263, found ''"),
         (("--dtype", "float32", "--capacity", 0), "capacity: expected 1..1024, found 0"),
     ],
     ids=lambda x: " ".join(map(str, x)) if isinstance(x, tuple) else "",
@@ -258,7 +265,11 @@ def test_compare_needs_a_drafter(refused):
 @pytest.mark.parametrize(
     ("prompt", "message"),
     [
-        ("1 2 three", "PROMPT: expected token ids (--ids), found '1 2 three'"),
+        ("1 2 three", "PROMPT: expected token ids (--ids), found 'three'"),
+        ("1_0", "PROMPT: expected token ids (--ids), found '1_0'"),
+        ("1.5", "PROMPT: expected token ids (--ids), found '1.5'"),
+        ("\uff11", "PROMPT: expected token ids (--ids), found '\uff11'"),
+        ("9" * 5000, f"PROMPT: expected token ids (--ids), found '{'9' * 60}...'"),
         ("", "prompt: expected at least one token, found an empty one"),
         ("1 264", "prompt 0: expected ids in 0..263, found 264"),
         ("1 -2", "prompt 0: expected ids in 0..263, found -2"),
@@ -276,6 +287,30 @@ def test_text_needs_a_tokenizer(capsys):
     arguments = [a for a in command() if a != "--ids"]
     assert main(arguments) == 2
     assert "expected a tokenizer beside it (or --ids), found none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shipped_drafters_use_the_window_measured_for_the_device(family):
+    """Unless any option of a round is given, or the drafter is the user's own."""
+    target, draft = trained(family)
+    loaded = LoadedTarget(target, None, "tiny")
+
+    def options(*given):
+        args = _parser().parse_args(["generate", "x", *given])
+        return _session_options(args, loaded, draft)
+
+    chosen = options("--draft", family)
+    assert chosen["policy"] == DSparkVtPolicy("fixed")
+    assert chosen["verify_width"] == 4
+    assert chosen.get("block_size") == (4 if family == "dspark" else None)
+    assert options() == chosen
+    session = SpecSession(target, draft, **chosen)
+    assert session._plan.verify_width == 4
+    for given in (("--block-size", "6"), ("--verify-width", "5"), ("--window-policy", "ladder")):
+        assert options(*given)["verify_width"] == (5 if "5" in given else None)
+    assert options("--draft", str(TINY / family))["policy"] is None
+    elsewhere = measured_window(family, "gpu")
+    assert elsewhere == {"policy": DSparkVtPolicy("fixed")}
 
 
 def test_another_target_has_no_default_drafter(capsys):
@@ -332,13 +367,65 @@ def test_export_needs_a_drafter_and_a_directory(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["answer"], ["generate"], command("--beam", 4), command("--top-k", "many")]
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["answer"], "invalid choice: 'answer'"),
+        (["generate"], "the following arguments are required: PROMPT"),
+        (command("--beam", 4), "unrecognized arguments: --beam 4"),
+        (command("--top-k", "many"), "argument --top-k: invalid int value: 'many'"),
+        (command("--window-policy", "wide"), "argument --window-policy: invalid choice: 'wide'"),
+        (["export", "--draft", "x"], "the following arguments are required: --out"),
+    ],
 )
-def test_bad_usage_exits_with_2(arguments, capsys):
-    with pytest.raises(SystemExit) as exit:
-        main(arguments)
-    assert exit.value.code == 2
-    assert "error" in capsys.readouterr().err
+def test_bad_usage_is_one_line_and_status_2(arguments, message, capsys):
+    assert main(arguments) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("dflash-jax: ")
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "1", "--ids", "--target", ""], "target: expected 'smollm2', a directory"),
+        (["generate", "1", "--ids", *TARGET, "--draft", ""], "drafter: expected a directory or"),
+        (["export", "--draft", "", "--out", "x"], "drafter: expected a directory or"),
+        (["export", "--draft", str(TINY / "dflash"), "--out", ""], "--out: expected a directory"),
+    ],
+)
+def test_an_empty_name_is_not_the_current_directory(
+    arguments, message, capsys, tmp_path, monkeypatch
+):
+    (tmp_path / "config.json").write_bytes((TINY / "dflash" / "config.json").read_bytes())
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 8 bytes.\nat x"),
+            "8 bytes",
+        ),
+        (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: too much"), "RESOURCE_EXHAUSTED"),
+        (MemoryError(), "out of memory"),
+        (ValueError("one\ntwo"), "dflash-jax: one two"),
+    ],
+)
+def test_want_of_memory_and_long_reasons_are_one_line(error, message, capsys, monkeypatch):
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr("dflash_jax.cli.load_target", fail)
+    assert main(command()) == 2
+    found = capsys.readouterr().err
+    assert message in found
+    assert found.count("\n") == 1
 
 
 def test_the_version(capsys):

@@ -15,6 +15,12 @@ TEXT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
 CYCLE = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 0]
 
 
+def test_a_batch_is_refused():
+    target = table_target(CYCLE)
+    with pytest.raises(ValueError, match="prompt: expected token ids of one, found 2 prompts"):
+        compare(target, right_draft(target), [[1], [2]], 5)
+
+
 def test_the_same_tokens_three_ways():
     target = table_target(CYCLE)
     result = compare(target, right_draft(target), [1], 20)

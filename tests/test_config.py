@@ -154,6 +154,8 @@ def test_required_keys_have_no_default(key):
         ({"head_dim": 15}, "head_dim: expected an even number"),
         ({"num_attention_heads": 5}, "num_attention_heads: expected a multiple of .* 2, found 5"),
         ({"attention_bias": True}, "attention_bias: expected false"),
+        ({"is_neox_style": False}, "is_neox_style: expected true .*, found false"),
+        (dflash(is_neox_style="no"), "is_neox_style: expected true or false, found 'no'"),
         ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
         ({"layer_types": ["full_attention"]}, "layer_types: expected 3 .*, found 1"),
         ({"layer_types": "full_attention"}, "layer_types: expected a list of 3 names"),
@@ -163,6 +165,23 @@ def test_required_keys_have_no_default(key):
         (SLIDING | {"sliding_window": 0}, "sliding_window: expected a positive integer, found 0"),
         (SLIDING | {"use_sliding_window": False}, "use_sliding_window: .*layer_types.*found false"),
         ({"dflash_config": [1]}, r"dflash_config: expected an object, found \[1\]"),
+        ({"dflash_config": []}, r"dflash_config: expected an object, found \[\]"),
+        ({"architectures": 5}, "architectures: expected a list of names, found 5"),
+        (
+            {"architectures": "Qwen3DSparkModel"},
+            "architectures: expected a list of names, found 'Q",
+        ),
+        ({"architectures": [None]}, r"architectures: expected a list of names, found \[None\]"),
+        ({"rope_scaling": 5}, "rope_scaling: expected an object, found 5"),
+        ({"rope_parameters": [None]}, r"rope_parameters: expected an object, found \[None\]"),
+        (
+            {"rope_parameters": YARN | {"truncate": 0}, "rope_theta": 1e4},
+            "truncate: expected true or false, found",
+        ),
+        ({"attention_bias": "false"}, "attention_bias: expected true or false, found 'false'"),
+        (SLIDING | {"use_sliding_window": "false"}, "use_sliding_window: expected true or false"),
+        (SLIDING | {"sliding_window": 2**31}, r"sliding_window: expected an integer below 2\*\*31"),
+        ({"block_size": 10**30}, r"block_size: expected an integer below 2\*\*31, found 1000"),
         (dflash(target_layer_ids=[]), r"target_layer_ids: expected a list of layer ids"),
         (dflash(target_layer_ids=[1, 1]), r"target_layer_ids: expected distinct ids"),
         (dflash(target_layer_ids=[1, 8]), r"target_layer_ids: .*0\.\.7.*8.*found \[8\]"),
@@ -331,6 +350,12 @@ def test_a_rope_table_per_layer_type_is_refused():
 )
 def test_strategy_census(fragment, dspark):
     assert dspark_strategy_census(json.dumps(fragment)) is dspark
+
+
+@pytest.mark.parametrize("raw", [[], 5, None, {"architectures": 5}, {"dflash_config": "dspark"}])
+def test_the_census_refuses_what_is_no_config(raw):
+    with pytest.raises(ValueError, match=r"(config|architectures|dflash_config): expected"):
+        dspark_strategy_census(json.dumps(raw))
 
 
 def test_family_by_architecture():

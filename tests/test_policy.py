@@ -148,10 +148,16 @@ def test_the_other_policies_suit_every_family(kind, is_dspark):
     assert resolve_policy(policy, is_dspark=is_dspark, has_confidence=False) is policy
 
 
-@pytest.mark.parametrize("tau", [0, 1, -0.5, 2, float("nan"), float("inf")])
+@pytest.mark.parametrize("tau", [0, 1, -0.5, 2, float("nan"), float("inf"), "0.5", None, True])
 def test_tau_lies_between_0_and_1(tau):
     with pytest.raises(ValueError, match="tau: expected a number between 0 and 1, found"):
         DSparkVtPolicy("confidence", tau)
+
+
+@pytest.mark.parametrize("policy", ["fixed", "confidence-slot", 5, DSparkVtPolicy])
+def test_a_policy_is_a_policy(policy):
+    with pytest.raises(ValueError, match="policy: expected a DSparkVtPolicy, found "):
+        resolve_policy(policy, is_dspark=True, has_confidence=True)
 
 
 @pytest.mark.parametrize("kind", ["slot", "Fixed", "", None])
@@ -204,12 +210,11 @@ def test_no_policy_and_no_choice_of_compiled_widths_changes_a_token(policy):
     assert narrow.accepted == sum(gain - 1 for gain in narrow.acceptance_lengths)
 
 
-@pytest.mark.parametrize("widths", [None, (3, 5)], ids=str)
-def test_each_row_of_a_batch_keeps_its_own_width(widths):
+def test_each_row_of_a_batch_keeps_its_own_width():
     target, draft = trained("dspark")
     prompts, budgets = [TEXT, TEXT[5:30], TEXT[:9]], [50, 20, 35]
     policy = POLICIES[3]
-    together = generate(target, draft, prompts, budgets, policy=policy, widths=widths)
+    together = generate(target, draft, prompts, budgets, policy=policy, widths=(3, 5))
     for prompt, budget, out in zip(prompts, budgets, together, strict=True):
         alone = generate(target, draft, prompt, budget, policy=policy)
         assert out.token_ids == alone.token_ids

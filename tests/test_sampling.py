@@ -505,6 +505,13 @@ def test_a_draw_is_a_function_of_seed_sequence_event_and_position():
         ("min_p", 1.5),
         ("repeat_penalty", 0),
         ("repeat_penalty", -1),
+        ("repeat_penalty", 1e-300),
+        ("repeat_penalty", 1e300),
+        ("temperature", 1e38),
+        ("frequency_penalty", -1e300),
+        ("presence_penalty", 1e39),
+        ("logit_bias", {3: 1e39}),
+        ("logit_bias", {True: 1.0}),
         ("frequency_penalty", float("nan")),
         ("presence_penalty", float("inf")),
         ("penalty_last_n", -2),
@@ -558,6 +565,45 @@ def test_penalties_that_do_nothing_need_no_history(given, penalised):
     params = SamplingParams(temperature=1, **given)
     assert params.penalised == penalised
     assert (make_sampler([params], 4, 4).penalties is None) != penalised
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"top_p": 1e-50},
+        {"top_p": 1e-320, "min_p": 1e-320},
+        {"temperature": 1e20},
+        {"temperature": 1.1e-5, "repeat_penalty": 1e-20},
+        {"temperature": 1.1e-5, "repeat_penalty": 1e20},
+        {"frequency_penalty": 1e20, "presence_penalty": -1e20},
+        {"logit_bias": {0: -1e300, 1: 1e20}},
+    ],
+    ids=str,
+)
+def test_extreme_numbers_leave_a_law_over_real_tokens(given):
+    """Vocabulary 3 of 4 rows; the history holds tokens 0 and 1."""
+    sampler = make_sampler([SamplingParams(**{"temperature": 1.0} | given)], 3, 4)
+    logits = jnp.array([30.0, 0.0, -30.0, jnp.finfo(jnp.float32).min])[None, None]
+    shaped = shaped_logits(sampler, logits, jnp.array([[0, 1, 1]]), jnp.array([3]))[0, 0]
+    probs = filtered_probs(shaped, jax.tree.map(lambda x: x[0], sampler.filters))
+    assert float(probs.sum()) == pytest.approx(1)
+    assert probs[3] == 0
+
+
+def test_the_least_top_p_keeps_the_best_token():
+    filters = make_sampler([SamplingParams(temperature=1.0, top_p=1e-50)], 3, 3).filters
+    probs = filtered_probs(jnp.array([1.0, 2.0, 0.0]), jax.tree.map(lambda x: x[0], filters))
+    assert probs.tolist() == [0, 1, 0]
+
+
+def test_a_bias_that_forbids_every_token_is_refused():
+    whole = SamplingParams(logit_bias=dict.fromkeys(range(4), -np.inf))
+    part = SamplingParams(logit_bias=dict.fromkeys(range(3), -np.inf))
+    assert make_sampler([part], 4, 8).bias is not None
+    with pytest.raises(
+        ValueError, match=r"logit_bias: expected a token that may .* all 4 forbidden"
+    ):
+        make_sampler([part, whole], 4, 8)
 
 
 def test_a_bias_outside_the_vocabulary_is_refused():

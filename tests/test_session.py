@@ -22,6 +22,8 @@ from targets import (
 )
 
 from dflash_jax import SpecSession, generate, loop
+from dflash_jax.sampling import SamplingParams
+from dflash_jax.targets.loading import LoadedTarget
 
 CYCLE = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 0]
 """0, 1, ... 10, 0, ...: 11 is the mask."""
@@ -450,6 +452,14 @@ def test_an_unfinished_generation_is_open():
         ([[1]], 2.0, r"max_new_tokens: expected a positive integer, found 2\.0"),
         ([[1], [2]], [5], r"max_new_tokens: expected 2 \(one a prompt\), found 1"),
         ([[1] * 33], 5, r"prompt: expected at most 32 tokens \(capacity\), found 33"),
+        (None, 5, "prompts: expected a list, found None"),
+        ({1: 2}, 5, "prompts: expected a list, found"),
+        (np.int32(3), 5, "prompts: expected a list, found "),
+        ([[1], 2], 5, "prompt 1: expected token ids, found 2"),
+        ([None], 5, "prompt 0: expected token ids, found None"),
+        (np.ones((1, 2)), 5, r"prompt 0: expected token ids, found 1\.0"),
+        ([[1]], None, "max_new_tokens: expected a positive integer, found None"),
+        ([[1]], np.array([5, 5]), r"max_new_tokens: expected 1 \(one a prompt\), found 2"),
     ],
 )
 def test_bad_requests_are_refused(prompts, budget, message):
@@ -475,13 +485,83 @@ def test_an_empty_prompt_is_refused_by_generate():
         ({"verify_width": 1}, r"verify_width: expected 2\.\.4, found 1"),
         ({"harvest": "both"}, "harvest: expected 'dflash' or 'dspark', found 'both'"),
         ({"stop_token_ids": ["</s>"]}, "stop_token_ids: expected token ids, found '</s>'"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids: expected ids .*, found -1"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids: expected ids in 0\.\.2147483647, found -1"),
+        ({"stop_token_ids": [2**31]}, r"stop_token_ids: expected ids in 0\.\.2147483647, found 21"),
+        ({"stop_token_ids": 5}, "stop_token_ids: expected token ids, found 5"),
+        ({"policy": "fixed"}, "policy: expected a DSparkVtPolicy, found 'fixed'"),
+        ({"widths": 3}, "widths: expected a list, found 3"),
+        ({"sampling": None}, "sampling: expected SamplingParams .*, found None"),
+        ({"sampling": {"top_k": 5}}, "sampling: expected SamplingParams .*, found"),
+        (
+            {"sampling": [SamplingParams(), None]},
+            "sampling: expected SamplingParams .*, found None",
+        ),
     ],
 )
 def test_bad_options_are_refused(options, message):
     target, draft = table()
     with pytest.raises(ValueError, match=message):
         SpecSession(target, draft, **options)
+
+
+@pytest.mark.parametrize("swapped", [None, "smollm2", LoadedTarget(*table()[:1], None, "x")])
+def test_what_is_no_target_or_no_drafter_is_refused_by_name(swapped):
+    target, draft = table()
+    kind = type(swapped).__name__
+    with pytest.raises(ValueError, match=rf"target: expected a Target .*, found a {kind}"):
+        generate(swapped, draft, [1])
+    for wrong in (target, "dflash"):
+        kind = type(wrong).__name__
+        with pytest.raises(ValueError, match=rf"draft: expected a DFlashDraft .*, found a {kind}"):
+            generate(target, wrong, [1])
+
+
+@pytest.mark.parametrize("array", [np.asarray, lambda x: np.asarray(x, np.uint8), jnp.asarray])
+def test_ids_may_be_arrays_of_any_library(array):
+    target, draft = table()
+    expected = generate(target, draft, [1, 2], 9)
+    for prompt in (array([1, 2]), list(array([1, 2]))):
+        assert generate(target, draft, prompt, array(9)).token_ids == expected.token_ids
+    (out,) = generate(target, draft, array([[1, 2]]), array([9]), stop_token_ids=array([11]))
+    assert out.token_ids == expected.token_ids
+    session = SpecSession(target, draft, widths=array([2, 3]))
+    session.open(array([[1, 2]]), 5)
+    session.burst()
+    session.resume(array([[7]]), 4)
+    assert session.results()[0].token_ids == [8]
+
+
+@pytest.mark.parametrize("rounds", [-1, 1.5, "1", True])
+def test_rounds_are_whole_numbers(rounds):
+    target, draft = table()
+    session = SpecSession(target, draft)
+    session.open([[1]], 5)
+    with pytest.raises(
+        ValueError, match=f"rounds: expected an integer from 0 .*, found {rounds!r}"
+    ):
+        session.burst(rounds)
+    with pytest.raises(ValueError, match="rounds: expected an integer from 1 or None"):
+        list(session.stream(rounds))
+    with pytest.raises(ValueError, match="rounds: expected an integer from 1 or None, found 0"):
+        list(session.stream(0))  # would never end
+    session.burst(2**40)
+    assert session.done
+
+
+def test_positions_and_sequences_are_whole_numbers():
+    target, draft = table()
+    session = SpecSession(target, draft)
+    for wrong in (1.5, True, "x", None):
+        with pytest.raises(ValueError, match=f"draft_from: expected an integer, found {wrong!r}"):
+            session.open([[1, 2, 3]], 5, draft_from=wrong)
+    with pytest.raises(ValueError, match="tail: expected a DraftTail, found 5"):
+        session.open([[1, 2, 3]], 5, tail=5)
+    session.open([[1, 2, 3]], 5)
+    for wrong in (-1, 1, True, "x"):
+        with pytest.raises(ValueError, match=rf"sequence: expected 0\.\.0, found {wrong!r}"):
+            session.export_tail(wrong)
+    with pytest.raises(ValueError, match=r"upto: expected 0\.\.3 .*, found 1\.5"):
+        session.export_tail(upto=1.5)
 
 
 @pytest.mark.parametrize("capacity", [0, 65])
@@ -501,7 +581,8 @@ def test_a_prompt_longer_than_the_models_context_is_refused():
 def test_a_session_must_be_opened_first():
     target, draft = table()
     session = SpecSession(target, draft)
-    for call in (session.burst, session.results, lambda: session.resume([[1]])):
+    opened = (lambda: session.resume([[1]]), lambda: session.done, session.export_tail)
+    for call in (session.burst, session.results, *opened):
         with pytest.raises(ValueError, match=r"session: expected open\(\) first"):
             call()
 

@@ -41,6 +41,27 @@ def test_equals_the_directory_it_was_made_from(tmp_path, request, arch):
     np.testing.assert_array_equal(run(found, ids)[0], run(expected, ids)[0])
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "stops"),
+    [
+        ("eot_token_id", 7, (1, 7)),
+        ("eot_token_id", 2**32 - 1, (1,)),
+        ("eot_token_id", [7], None),
+        ("eom_token_id", 1.5, None),
+        ("token_type", 5, None),
+        ("tokens", "ab", None),
+    ],
+)
+def test_ids_and_tables_of_the_tokenizer(tmp_path, llama, name, value, stops):
+    file = GGUFFile(write_gguf(tmp_path / "m.gguf", llama, "llama"))
+    file.metadata |= {"tokenizer.ggml.eos_token_id": 1, f"tokenizer.ggml.{name}": value}
+    if stops is None:
+        with pytest.raises(ValueError, match=rf"tokenizer\.ggml\.{name}: expected a .*, found"):
+            load_gguf(file)
+    else:
+        assert load_gguf(file).stop_token_ids == stops
+
+
 def test_rotary_rows_go_back_and_forth():
     weight = np.arange(4 * 8 * 3, dtype=np.float32).reshape(32, 3)
     np.testing.assert_array_equal(half_split_rows(interleaved_rows(weight, 4), 8), weight)

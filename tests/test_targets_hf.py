@@ -107,6 +107,7 @@ def test_dtype():
         ("llama3", {"model_type": "gpt2"}, NotImplementedError, ["'llama' or 'qwen3'", "'gpt2'"]),
         ("llama3", {"attention_bias": True}, NotImplementedError, ["attention_bias"]),
         ("llama3", {"mlp_bias": True}, NotImplementedError, ["mlp_bias"]),
+        ("llama3", {"is_neox_style": False}, NotImplementedError, ["is_neox_style", "false"]),
         ("llama3", {"hidden_act": "gelu"}, NotImplementedError, ["hidden_act", "silu", "gelu"]),
         (
             "llama3",
@@ -133,6 +134,21 @@ def test_dtype():
         ("llama3", {"head_dim": ABSENT, "hidden_size": 30}, ValueError, ["hidden_size", "30"]),
         ("llama3", {"hidden_size": 16}, ValueError, [EMBEDDING, "[64, 16]", "[64, 32]"]),
         ("llama3", {"eos_token_id": "x"}, ValueError, ["eos_token_id", "'x'"]),
+        ("llama3", {"eos_token_id": [1, 2**31]}, ValueError, ["eos_token_id", "2147483648"]),
+        ("llama3", {"rope_parameters": [1]}, ValueError, ["rope_parameters", "object", "[1]"]),
+        ("llama3", {"rope_parameters": "x"}, ValueError, ["rope_parameters", "object", "'x'"]),
+        ("llama3", {"quantization_config": "fp8"}, ValueError, ["quantization_config", "'fp8'"]),
+        ("llama3", {"tie_word_embeddings": "no"}, ValueError, ["tie_word_embeddings", "'no'"]),
+        ("llama3", {"attention_bias": "false"}, ValueError, ["attention_bias", "'false'"]),
+        ("llama3", {"max_position_embeddings": 10**30}, ValueError, ["max_position", "2**31"]),
+        ("qwen3_yarn", {"layer_types": 5}, ValueError, ["layer_types", "list of 3", "5"]),
+        ("qwen3_sliding", {"use_sliding_window": "x"}, ValueError, ["use_sliding_window", "'x'"]),
+        (
+            "qwen3_sliding",
+            {"layer_types": None, "max_window_layers": "x"},
+            ValueError,
+            ["max_window_layers", "'x'"],
+        ),
         ("qwen3_yarn", {"head_dim": ABSENT}, ValueError, ["head_dim"]),
         ("qwen3_yarn", {"layer_types": ["full_attention"]}, ValueError, ["layer_types", "3"]),
         (
@@ -157,6 +173,32 @@ def test_refused_by_name(tmp_path, name, changes, error, parts):
     message = str(caught.value)
     assert all(part in message for part in parts), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "tokenizer",
+    [
+        {"model": 5},
+        {"model": [1]},
+        {"model": {"vocab": 5}},
+        {"model": {"vocab": {"a": "x"}}},
+        {"model": {"vocab": {}}, "added_tokens": [1]},
+        {"model": {"vocab": {}}, "added_tokens": [{"content": "x"}]},
+    ],
+)
+def test_a_damaged_tokenizer_is_named(tmp_path, tokenizer):
+    copy_target("llama3", tmp_path)
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer \("):
+        load_hf(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.float64])
+def test_weights_of_another_type_are_named(tmp_path, dtype):
+    edit = lambda t: t | {"model.norm.weight": t["model.norm.weight"].astype(dtype)}  # noqa: E731
+    copy_target("llama3", tmp_path, tensors=edit)
+    with pytest.raises(ValueError, match=r"(scales |: )model\.norm\.weight"):
+        load_hf(tmp_path)
 
 
 @pytest.mark.parametrize(

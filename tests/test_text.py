@@ -119,6 +119,32 @@ class TestBytePairs:
         with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges"):
             codec_from_gguf(without)
 
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("tokens", [1, 2]),
+            ("tokens", "ab"),
+            ("merges", 5),
+            ("merges", [None]),
+            ("token_type", 5),
+            ("token_type", [1]),
+            ("pre", ["qwen2"]),
+            ("bos_token_id", "x"),
+            ("bos_token_id", [1]),
+            ("eos_token_id", 1.5),
+        ],
+    )
+    def test_a_table_of_another_kind_is_named(self, name, value):
+        damaged = metadata() | {f"tokenizer.ggml.{name}": value}
+        message = rf"^tokenizer\.ggml\.{name}: expected .*, found"
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            codec_from_gguf(damaged)
+
+    @pytest.mark.parametrize("none", [-1, 2**32 - 1, 2**70])
+    def test_an_id_may_stand_for_none(self, none):
+        codec = codec_from_gguf(metadata() | {"tokenizer.ggml.bos_token_id": none})
+        assert "bos_token" not in codec.special
+
     def test_merges_of_unknown_tokens_are_one_line(self):
         damaged = metadata() | {"tokenizer.ggml.merges": ["aa b"]}
         with pytest.raises(ValueError, match=r"tokenizer\.ggml\.merges.*aa"):
@@ -319,6 +345,54 @@ class TestStream:
         rounds = [[0], [1, 3], [4], [2, 5], [1]]
         assert stream(codec, rounds) == ["Hello", " world", "é", "! ", " world", ""]
         assert codec.decode([0, 1, 3, 4, 2, 5, 1]) == "Hello worldé!  world"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 1 / 0 }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+        "{{ 'a' + 5 }}",
+        "{{ '%d' % 'x' }}",
+        "{{ messages[5].content }}",
+        "{{ ''.__class__.__mro__ }}",
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+    ],
+)
+def test_whatever_a_template_raises_is_a_value_error(template):
+    with pytest.raises(ValueError, match=r"^chat template: "):
+        TextCodec(None, template).render_chat(HELLO)
+
+
+@pytest.mark.parametrize("template", [5, {"a": "b"}, [{"name": "default", "template": 5}]])
+def test_a_template_that_is_no_text_is_refused(tmp_path, template):
+    write_tokenizer(tmp_path, BYTES)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(ValueError, match="chat_template: expected a string, found "):
+        codec_from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("template", [[1], [{"a": 1}], []])
+def test_a_list_without_a_default_template_is_no_template(tmp_path, template):
+    write_tokenizer(tmp_path, BYTES)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    assert codec_from_directory(tmp_path).template is None
+
+
+def test_a_template_file_that_is_no_text_is_named(tmp_path):
+    write_tokenizer(tmp_path, BYTES)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: not text"):
+        codec_from_directory(tmp_path)
+
+
+def test_half_a_surrogate_pair_is_refused():
+    codec = codec_from_gguf(metadata(chat_template="{{ messages[0].content }}"))
+    for call in (codec.encode, lambda t: codec.encode_chat([{"role": "user", "content": t}])):
+        with pytest.raises(ValueError, match=r"text: expected Unicode .*, found '\\udc80'"):
+            call("a\udc80")
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import train_drafter
 
-from dflash_jax import load_draft
+from dflash_jax import corpus, load_draft
 from dflash_jax.targets.hf import load_hf
 
 TINY = Path(__file__).parent / "oracles" / "tiny"
@@ -74,8 +74,119 @@ def test_what_cannot_run_is_one_line(run, capsys):
         ((*SHAPE, "--devices", 99), "devices: expected 1..8, found 99"),
         ((*SHAPE, "--devices", 8), "batch: expected a multiple of 8 devices, found 4"),
         (("--init", "nowhere"), "nowhere"),
+        (("--init", TINY / "dflash", "--block-size", 1), "--block-size: expected at least 2, fou"),
+        ((*SHAPE, "--taps", 1, 1), "target_layer_ids: expected distinct ids, found [1, 1]"),
+        ((*SHAPE, "--taps", 1, 99), "target_layer_ids: expected ids in 0..5"),
+        ((*SHAPE, "--mask-id", 264), "mask_token_id: expected an id below vocab_size 264"),
+        ((*SHAPE, "--family", "dflash2", "--top-k", 265), "selector_top_k: expected at most"),
+        ((*SHAPE, "--family", "many"), "argument --family: invalid choice"),
+        ((*SHAPE, "--bogus"), "unrecognized arguments: --bogus"),
     ]:
         assert run("refused", *options)[0] == 2
         line = capsys.readouterr().err
         assert expected in line
         assert line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *((name, least - 1) for name, least in train_drafter.LEAST.items()),
+        ("seed", 2**32),
+        ("gamma", 0),
+        ("gamma", "nan"),
+        ("lr", 0),
+        ("lr", "inf"),
+        ("ce", -1),
+        ("kl", "nan"),
+        ("l1", "inf"),
+        ("time_budget", "nan"),
+    ],
+)
+def test_numbers_that_cannot_work_are_refused_before_anything_is_loaded(option, value, capsys):
+    flag = "--" + option.replace("_", "-")
+    arguments = ["--out", "x", "--target", "nowhere", f"{flag}={value}"]
+    assert train_drafter.main(arguments) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"train_drafter: {flag}: expected ")
+    assert line.count("\n") == 1
+
+
+def test_a_loss_without_a_term_is_refused(capsys):
+    arguments = ["--out", "x", "--target", "nowhere", "--ce", "0", "--kl", "0"]
+    assert train_drafter.main(arguments) == 2
+    assert "--ce: expected more than 0 where --kl and --l1 are 0" in capsys.readouterr().err
+
+
+GOOD = {"prompt_ids": [1, 2], "answer_ids": [3, 4]}
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "found none"),
+        ("hello", ":1: not JSON"),
+        ("[" * 100_000, ":1: not JSON"),
+        ("[1]", ":1: expected an object, found [1]"),
+        ("{}", "expected prompt_ids, messages or prompt, found []"),
+        (
+            {"prompt": "text", "answer": "text"},
+            "expected prompt_ids (this target has no tokenizer)",
+        ),
+        (
+            {"prompt_ids": [1], "answer": "text"},
+            "expected answer_ids (this target has no tokenizer",
+        ),
+        (GOOD | {"prompt_ids": "12"}, "prompt_ids: expected a list of token ids, found '12'"),
+        (GOOD | {"prompt_ids": [1.5]}, "prompt_ids: expected a list of token ids, found [1.5]"),
+        (GOOD | {"answer_ids": [True]}, "answer_ids: expected a list of token ids, found [True]"),
+        (GOOD | {"answer_ids": [-1]}, "answer_ids: expected a list of token ids, found [-1]"),
+        (GOOD | {"answer_ids": [2**31]}, "answer_ids: expected a list of token ids, found [2147"),
+        (GOOD | {"answer_ids": [264]}, "--data: expected ids in 0..263, found 264"),
+    ],
+    ids=str,
+)
+def test_records_that_cannot_be_trained_on_are_one_line(line, message, run, tmp_path, capsys):
+    file = tmp_path / "records.jsonl"
+    file.write_text(line if isinstance(line, str) else json.dumps(line))
+    assert run("refused", *SHAPE, "--data", file)[0] == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (None, "--heldout: expected prompts, found none in"),
+        ({"prompt_ids": []}, "--heldout: expected 1..1024 tokens a prompt, found 0 in record 1"),
+        ({"prompt_ids": [1] * 1025}, "--heldout: expected 1..1024 tokens a prompt, found 1025"),
+        ({"prompt_ids": [264]}, "--heldout: expected ids in 0..263, found 264"),
+    ],
+)
+def test_prompts_that_could_not_be_reported_on_are_refused_before_the_training(
+    record, message, run, tmp_path, capsys
+):
+    file = tmp_path / "heldout.jsonl"
+    file.write_text(json.dumps(record) if record else "\n\n")
+    code, out = run("unreported", *SHAPE, "--heldout", file)
+    assert code == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+def test_a_records_text_may_hold_any_character(tmp_path):
+    """Line separators of Unicode are no ends of lines here."""
+    text = "one\u2028two\x85three\x0cfour"
+    file = tmp_path / "records.jsonl"
+    file.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", newline="")
+    assert list(corpus.read_records(file)) == [{"prompt": text}]
+    file.write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"records\.jsonl: expected UTF-8 text, found "):
+        list(corpus.read_records(file))
+
+
+@pytest.mark.parametrize("messages", [5, [], [5], [{"content": "x"}]])
+def test_messages_are_turns(messages):
+    with pytest.raises(ValueError, match="messages: expected turns with a role, found"):
+        corpus.prompt_ids({"messages": messages}, codec=object())

@@ -15,7 +15,7 @@ import numpy as np
 from dflash_jax.checkpoint import assemble, check_shapes, compute_dtype, listing, read_leaves
 from dflash_jax.config import RopeConfig
 from dflash_jax.extras import require
-from dflash_jax.keys import Keys
+from dflash_jax.keys import Keys, token_id
 from dflash_jax.layers import rope_frequencies
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 from dflash_jax.targets.hf import table
@@ -322,14 +322,16 @@ def _llama3_rope(file: GGUFFile, plain: RopeConfig, head_dim: int) -> RopeConfig
 
 def _known_tokens(metadata: dict[str, Any]) -> int | None:
     """Tokens up to the last that is not padding (the converter pads the vocabulary at its end)."""
-    types = metadata.get("tokenizer.ggml.token_type")
+    types, tokens = (metadata.get(f"tokenizer.ggml.{name}") for name in ("token_type", "tokens"))
+    for name, value in (("token_type", types), ("tokens", tokens)):
+        if value is not None and not isinstance(value, list):
+            raise ValueError(f"tokenizer.ggml.{name}: expected a list, found {value!r:.60}")
     if types is None:
-        tokens = metadata.get("tokenizer.ggml.tokens")
         return len(tokens) if tokens else None
     return max((i + 1 for i, kind in enumerate(types) if kind != UNUSED), default=0) or None
 
 
 def _stop_ids(metadata: dict[str, Any]) -> tuple[int, ...]:
     """End of sequence, of turn and of message, each where the file names one."""
-    ids = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ids = (token_id(metadata, f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
     return tuple(dict.fromkeys(i for i in ids if i is not None))

@@ -17,7 +17,8 @@ from dflash_jax.checkpoint import (
     read_leaves,
 )
 from dflash_jax.config import LAYER_TYPES, parse_rope
-from dflash_jax.keys import Keys, read_json
+from dflash_jax.keys import LARGEST, Keys, read_json
+from dflash_jax.keys import table as nested_table
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 
 MODEL_TYPES = ("llama", "qwen3")
@@ -112,7 +113,7 @@ def parse_config(
     """
     keys = Keys(raw)
     model_type = keys.get("model_type")
-    _refuse_unsupported(keys, model_type)
+    _refuse_unsupported(raw, keys, model_type)
     layers = keys.positive_int("num_hidden_layers")
     hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
     kv_heads = keys.optional_int("num_key_value_heads") or heads
@@ -142,23 +143,25 @@ def parse_config(
     )
 
 
-def _refuse_unsupported(keys: Keys, model_type: Any) -> None:
+def _refuse_unsupported(raw: Mapping[str, Any], keys: Keys, model_type: Any) -> None:
     if model_type not in MODEL_TYPES:
         raise NotImplementedError(
             f"model_type: expected {' or '.join(map(repr, MODEL_TYPES))}, found {model_type!r}"
         )
     if keys.get("quantization_config"):
-        method = dict(keys.get("quantization_config")).get("quant_method")
+        method = nested_table(raw, "quantization_config").get("quant_method")
         raise NotImplementedError(
             f"quantization_config: expected bf16, f16 or f32 weights, found {method!r}"
         )
     for name in ("attention_bias", "mlp_bias"):
-        if keys.get(name):
+        if keys.optional_bool(name):
             raise NotImplementedError(f"{name}: expected false (biases are not used), found true")
+    if keys.optional_bool("is_neox_style") is False:
+        raise NotImplementedError("is_neox_style: expected true (half-split), found false")
     act = keys.get("hidden_act", "silu")
     if act != "silu":
         raise NotImplementedError(f"hidden_act: expected 'silu', found {act!r}")
-    rope = keys.get("rope_parameters") or keys.get("rope_scaling") or {}
+    rope = nested_table(raw, "rope_parameters") or nested_table(raw, "rope_scaling")
     for rotary in (keys.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
         if rotary not in (None, 1.0):
             raise NotImplementedError(f"partial_rotary_factor: expected 1, found {rotary!r}")
@@ -182,12 +185,16 @@ def _head_dim(keys: Keys, model_type: str, hidden: int, heads: int) -> int:
 
 def _layer_window(keys: Keys, layers: int) -> tuple[int | None, ...]:
     """Qwen3's windows: `layer_types` where given, else the layers from `max_window_layers` on."""
-    use = bool(keys.get("use_sliding_window", False))
+    use = keys.optional_bool("use_sliding_window")
     window = keys.positive_int("sliding_window") if use else None
     types = keys.get("layer_types")
     if types is None:
         first = keys.get("max_window_layers", 28)  # transformers' default
+        if isinstance(first, bool) or not isinstance(first, int) or first < 0:
+            raise ValueError(f"max_window_layers: expected a number of layers, found {first!r}")
         return tuple(window if i >= first else None for i in range(layers))
+    if not isinstance(types, list):
+        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r}")
     if len(types) != layers:
         raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
     unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
@@ -197,8 +204,7 @@ def _layer_window(keys: Keys, layers: int) -> tuple[int | None, ...]:
         )
     if "sliding_attention" in types and window is None:
         raise ValueError(
-            "use_sliding_window: expected true (layer_types has sliding_attention), found "
-            f"{keys.get('use_sliding_window')}"
+            f"use_sliding_window: expected true (layer_types has sliding_attention), found {use}"
         )
     return tuple(window if t == "sliding_attention" else None for t in types)
 
@@ -216,7 +222,7 @@ def _embedding_rows(files: TensorFiles, vocab_size: int) -> int:
 
 
 def _tied(keys: Keys, files: TensorFiles) -> bool:
-    tied = bool(keys.get("tie_word_embeddings", False))
+    tied = bool(keys.optional_bool("tie_word_embeddings"))
     if not tied and NAMES["head"] not in files.names():
         raise ValueError(
             f"tie_word_embeddings: expected true where there is no {NAMES['head']}, found false"
@@ -249,7 +255,7 @@ def _ids(raw: Mapping[str, Any], name: str) -> list[int]:
     """Token ids given as one number, a list or null."""
     value = raw.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in ids):
+    if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= LARGEST for i in ids):
         raise ValueError(f"{name}: expected a token id or a list of them, found {value!r}")
     return ids
 
@@ -260,10 +266,13 @@ def _known_tokens(directory: Path) -> int | None:
     if not path.is_file():
         return None
     raw = read_json(path)
-    vocab = raw.get("model", {}).get("vocab", {})
-    ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
-    added = [token["id"] for token in raw.get("added_tokens") or ()]
-    return max([*ids, *added], default=-1) + 1 or None
+    try:
+        vocab = nested_table(raw, "model").get("vocab") or {}
+        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
+        added = [token["id"] for token in raw.get("added_tokens") or ()]
+        return max([*ids, *added], default=-1) + 1 or None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path}: not a tokenizer ({error!r})") from None
 
 
 def _required_json(path: Path) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def load_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> LoadedT
     if name == DEFAULT_TARGET:
         return _from_gguf(find_smollm2(), name, dtype)
     path = Path(spec).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():
         return _from_directory(path, name, dtype)
     if path.suffix == ".gguf":
         return _from_gguf(path, name, dtype)
