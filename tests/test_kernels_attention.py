@@ -18,7 +18,10 @@ from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rope_frequencies
 
 # jax 0.11 and newer still ship the Triton backend, with a warning.
-pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated"),
+]
 
 kernel = kernels.kernel("attention")
 F32, BF16 = jnp.float32, jnp.bfloat16
