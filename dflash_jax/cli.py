@@ -9,7 +9,7 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
@@ -43,28 +43,35 @@ TOKEN_ID = re.compile("-?[0-9]{1,18}")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for bad input, with one line on stderr)."""
     warnings.showwarning = _show_warning
-    try:
+
+    def command() -> int:
         args = _parser().parse_args(argv)
         return args.run(args)
-    except EXPECTED as error:
-        return _refuse(str(error) or "out of memory")
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        return _refuse(f"out of memory: {str(error).splitlines()[0]}")
+
+    try:
+        return run_command("dflash-jax", command)
     except KeyboardInterrupt:
         return 130
 
 
-def out_of_memory(error: Exception) -> bool:
+def run_command(program: str, command: Callable[[], int]) -> int:
+    """The exit code of a command; 2, and one line on stderr, for what its user can mend."""
+    try:
+        return command()
+    except EXPECTED as error:
+        reason = str(error) or "out of memory"
+    except jax.errors.JaxRuntimeError as error:
+        if not _out_of_memory(error):
+            raise
+        reason = f"out of memory: {str(error).splitlines()[0]}"
+    print(f"{program}: {' '.join(reason.splitlines())}", file=sys.stderr)
+    return 2
+
+
+def _out_of_memory(error: Exception) -> bool:
     """Whether an error of XLA says that memory did not suffice."""
     text = str(error)
     return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-
-
-def _refuse(reason: str) -> int:
-    print(f"dflash-jax: {' '.join(reason.splitlines())}", file=sys.stderr)
-    return 2
 
 
 class Parser(argparse.ArgumentParser):

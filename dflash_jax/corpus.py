@@ -83,7 +83,7 @@ class Starts:
 @dataclasses.dataclass(frozen=True)
 class SampleOptions:
     """length: tokens a row. stages: cache sizes (rows) the loop grows through, ascending, the last
-    at least length - 1: what lies past it would stay empty.
+    at least length: what lies past it would stay empty.
 
     User turns are drawn at `user_temperature` and cut at `user_limit` tokens. min_p: tokens less
     likely than this share of the best one are never drawn.
@@ -405,6 +405,7 @@ def generate_corpus(
     """
     chat, began, parts, done = chat_format(codec), time.perf_counter(), [], 0
     most = min(160, options.length // 2)
+    target = spread(target, mesh, rows=False)  # once, not with every batch
     while done < rows:
         rng = random.Random(f"{seed}/{done}")
         starts = draw_starts(rng, batch, codec, chat, mix, most)

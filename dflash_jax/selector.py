@@ -9,8 +9,8 @@ indices. A third, the GPU kernel, is one launch for a path. Source: z-lab/dflash
 """
 
 import math
-from types import ModuleType
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,17 +121,15 @@ def dflash2_walk_greedy(
     Raises NotImplementedError as `kernels.resolve` does.
     """
     walk = (pred, succ, unary, cand, hproj, anchor)
-    kernel = _walk_kernel(pred, cand, implementation)
-    return _scan_greedy(*walk)[0] if kernel is None else kernel.greedy(*walk)
+    return _walk("greedy", lambda *walk: _scan_greedy(*walk)[0], implementation, *walk)
 
 
 def dflash2_walk_greedy_q(
     pred, succ, unary, cand, hproj, anchor, implementation: Implementation = None
 ) -> tuple[jax.Array, jax.Array]:
     """`dflash2_walk_greedy` with each choice's softmax probability at T = 1: (path, q `[nd]`)."""
-    kernel = _walk_kernel(pred, cand, implementation)
-    walk = _scan_greedy if kernel is None else kernel.greedy_q
-    return walk(pred, succ, unary, cand, hproj, anchor)
+    walk = (pred, succ, unary, cand, hproj, anchor)
+    return _walk("greedy_q", _scan_greedy, implementation, *walk)
 
 
 def _scan_greedy(pred, succ, unary, cand, hproj, anchor) -> tuple[jax.Array, jax.Array]:
@@ -181,11 +179,11 @@ def sampled_walk(
     implementation: Implementation = None,
 ) -> Walk:
     """`dflash2_walk_sampled` with the chosen candidate indices: a `Walk`."""
-    kernel = _walk_kernel(pred, cand, implementation)
-    if kernel is not None:
-        walk = (pred, succ, unary, cand, hproj, anchor)
-        return Walk(*kernel.sampled(*walk, temperature, uniforms))
+    walk = (pred, succ, unary, cand, hproj, anchor, temperature, uniforms)
+    return Walk(*_walk("sampled", _scan_sampled, implementation, *walk))
 
+
+def _scan_sampled(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) -> Walk:
     def step(prev, slot):
         *slot, u = slot
         choice, row = _draw(_scores(_rows(pred, prev), succ, *slot), temperature, u)
@@ -196,14 +194,24 @@ def sampled_walk(
     return jax.lax.scan(step, anchor, (unary, cand, hproj, uniforms))[1]
 
 
-def _walk_kernel(pred, cand, implementation: Implementation) -> ModuleType | None:
-    """The kernel's module, None where the reference shall run."""
+def _walk(
+    kernel: str,
+    reference: Callable[..., Any],
+    implementation: Implementation,
+    pred,
+    succ,
+    unary,
+    cand,
+    *rest,
+) -> Any:
+    """A walk by the kernel of that name or by the reference, whichever shall run."""
     k, rank = cand.shape[-1], pred.shape[-1]
     refusal = _dtype_refusal("codebooks", pred.dtype)
     if k * rank > MOST_TILE:
         refusal = f"k * rank: expected at most {MOST_TILE}, found {k} * {rank}"
     chosen = kernels.resolve(implementation, refusal)
-    return kernels.kernel("walk") if chosen == "pallas" else None
+    run = getattr(kernels.kernel("walk"), kernel) if chosen == "pallas" else reference
+    return run(pred, succ, unary, cand, *rest)
 
 
 def pair_scores(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
@@ -223,10 +231,11 @@ def lattice_walk_greedy(
 ) -> jax.Array:
     """`dflash2_walk_greedy` by the lattice form, where the kernel does not run."""
     walk = (pred, succ, unary, cand, hproj, anchor)
-    kernel = _walk_kernel(pred, cand, implementation)
-    if kernel is not None:
-        return kernel.greedy(*walk)
-    best = jnp.argmax(pair_scores(*walk), axis=-1)
+    return _walk("greedy", _lattice_greedy, implementation, *walk)
+
+
+def _lattice_greedy(pred, succ, unary, cand, hproj, anchor) -> jax.Array:
+    best = jnp.argmax(pair_scores(pred, succ, unary, cand, hproj, anchor), axis=-1)
     return jnp.take_along_axis(cand, _chase(best)[:, None], axis=1)[:, 0]
 
 
@@ -242,11 +251,12 @@ def lattice_walk_sampled(
     implementation: Implementation = None,
 ) -> Walk:
     """`sampled_walk` by the lattice form, where the kernel does not run."""
-    walk = (pred, succ, unary, cand, hproj, anchor)
-    kernel = _walk_kernel(pred, cand, implementation)
-    if kernel is not None:
-        return Walk(*kernel.sampled(*walk, temperature, uniforms))
-    scores = pair_scores(*walk)
+    walk = (pred, succ, unary, cand, hproj, anchor, temperature, uniforms)
+    return Walk(*_walk("sampled", _lattice_sampled, implementation, *walk))
+
+
+def _lattice_sampled(pred, succ, unary, cand, hproj, anchor, temperature, uniforms) -> Walk:
+    scores = pair_scores(pred, succ, unary, cand, hproj, anchor)
     over_pairs = jax.vmap(jax.vmap(_draw, in_axes=(0, None, None)), in_axes=(0, None, 0))
     choices, rows = over_pairs(scores, temperature, uniforms)
     chosen = _chase(choices)

@@ -419,8 +419,7 @@ class SpecSession:
         return sampler, jnp.asarray(history)
 
     def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
-        if isinstance(max_new_tokens, np.ndarray | jax.Array):
-            max_new_tokens = np.asarray(max_new_tokens).tolist()
+        max_new_tokens = _listed(max_new_tokens)
         many = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
         budget = list(max_new_tokens) if many else [max_new_tokens] * batch
         if len(budget) != batch:
@@ -521,10 +520,14 @@ def _requests(sampling: Any) -> SamplingParams | Sequence[SamplingParams]:
     return sampling
 
 
+def _listed(value: Any) -> Any:
+    """The elements of an array of either library, anything else as it is."""
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
+
+
 def _sequence(name: str, values: Any) -> Sequence[Any]:
-    """A sequence as it is, the elements of an array of any library; ValueError for others."""
-    if isinstance(values, np.ndarray | jax.Array):
-        values = np.asarray(values).tolist()
+    """A sequence as it is, the elements of an array; ValueError for others."""
+    values = _listed(values)
     if not isinstance(values, Sequence):
         raise ValueError(f"{name}: expected a list, found {values!r}")
     return values
@@ -532,8 +535,7 @@ def _sequence(name: str, values: Any) -> Sequence[Any]:
 
 def _token_ids(name: str, ids: Iterable[int], vocabulary: int | None) -> list[int]:
     """Token ids as ints; without a vocabulary, those that an int32 holds."""
-    if isinstance(ids, np.ndarray | jax.Array):
-        ids = np.asarray(ids).tolist()
+    ids = _listed(ids)
     if not isinstance(ids, Iterable):
         raise ValueError(f"{name}: expected token ids, found {ids!r}")
     last = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1

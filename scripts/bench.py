@@ -59,12 +59,11 @@ from bench_timing import Program, bandwidth, check, measure
 
 from dflash_jax import corpus, kernels, load_draft
 from dflash_jax.checkpoint import compute_dtype, draft_directory
-from dflash_jax.cli import Parser, out_of_memory
+from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import DFlashConfig
 from dflash_jax.targets.dense import DecoderConfig
 from dflash_jax.targets.loading import LoadedTarget, load_target
 
-EXPECTED = (ValueError, OSError, NotImplementedError, ModuleNotFoundError)
 TORCH_ROUND = Path(__file__).with_name("torch_round.py")
 PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 
@@ -397,7 +396,8 @@ def describe_case(work: Workload, implementation: str) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
-    try:
+
+    def command() -> int:
         args = parser().parse_args(argv)
         report = bench(args)
         line = json.dumps(report)
@@ -406,15 +406,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             args.json.write_text(line + "\n", encoding="utf-8")
         if args.plot is not None:
             bench_report.plot(report, args.plot)
-    except EXPECTED as error:
-        print(f"bench.py: {error}", file=sys.stderr)
-        return 2
-    except jax.errors.JaxRuntimeError as error:
-        if not out_of_memory(error):
-            raise
-        print(f"bench.py: out of memory: {str(error).splitlines()[0]}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return run_command("bench.py", command)
 
 
 if __name__ == "__main__":

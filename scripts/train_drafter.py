@@ -23,7 +23,7 @@ import jax
 from dflash_jax import corpus as data
 from dflash_jax import trainer
 from dflash_jax.checkpoint import compute_dtype, load_draft
-from dflash_jax.cli import Parser
+from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import ARCHITECTURES, DFlashConfig, config_dict, parse_config
 from dflash_jax.draft import init_draft
 from dflash_jax.losses import Recipe
@@ -110,14 +110,14 @@ def parser() -> Parser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command; 2 and one line on a user's error."""
-    try:
+
+    def command() -> int:
         args = parser().parse_args(argv)
         check_arguments(args)
         run(args)
-    except (ValueError, OSError, NotImplementedError, ModuleNotFoundError) as error:
-        print(f"train_drafter: {' '.join(str(error).splitlines())}", file=sys.stderr)
-        return 2
-    return 0
+        return 0
+
+    return run_command("train_drafter", command)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
