@@ -40,18 +40,20 @@ RANGES = {
 
 @struct.dataclass
 class Filters:
-    """temperature; top_k (0: off); top_p (1: off); min_p (0: off). Scalars, `[B]` when vmapped."""
+    """temperature; top_k (0: off); top_p (1: off); min_p (0: off). Scalars, `[B]` when vmapped.
+
+    None where no sequence has such a filter: a program without it.
+    """
 
     temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    top_k: jax.Array | None = None
+    top_p: jax.Array | None = None
+    min_p: jax.Array | None = None
 
     @classmethod
     def off(cls, batch: int) -> "Filters":
         """Greedy, nothing filtered, for `batch` sequences."""
-        one = jnp.ones((batch,), jnp.float32)
-        return cls(0 * one, jnp.zeros((batch,), jnp.int32), one, 0 * one)
+        return cls(jnp.zeros((batch,), jnp.float32))
 
 
 @struct.dataclass
@@ -76,23 +78,27 @@ def filtered_probs(logits: jax.Array, filters: Filters) -> jax.Array:
     vocabulary = logits.shape[-1]
     greedy = filters.temperature <= GREEDY_TEMPERATURE
     x = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, filters.temperature)
-    k = jnp.where((filters.top_k <= 0) | greedy, vocabulary, filters.top_k)
-    kept = leading(x, jnp.ones_like(x), k.astype(jnp.float32), k < vocabulary)
-    x = jnp.where(kept, x, -jnp.inf)
+    if filters.top_k is not None:
+        k = jnp.where(filters.top_k <= 0, vocabulary, filters.top_k)
+        kept = leading(x, jnp.ones_like(x), k.astype(jnp.float32))
+        x = jnp.where(kept | (k >= vocabulary), x, -jnp.inf)
     probs = jax.nn.softmax(x)
-    kept = leading(x, probs, filters.top_p, (filters.top_p < 1) & ~greedy)
-    probs = jnp.where(kept, probs, 0.0)
-    probs = jnp.where(probs >= filters.min_p * probs.max(), probs, 0.0)
+    if filters.top_p is not None:
+        kept = leading(x, probs, filters.top_p)
+        probs = jnp.where(kept | (filters.top_p >= 1), probs, 0.0)
+    if filters.min_p is not None:
+        probs = jnp.where(probs >= filters.min_p * probs.max(), probs, 0.0)
     best = jax.nn.one_hot(jnp.argmax(logits), vocabulary)
     return jnp.where(greedy, best, probs / probs.sum())
 
 
-def leading(x: jax.Array, weight: jax.Array, limit: jax.Array, active: jax.Array) -> jax.Array:
+def leading(x: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
     """Mask `[V]` of the entries that, in descending order of `x [V]` (ties: lower index first),
-    have less than `limit` of the non-negative `weight [V]` before them. All where not `active`.
+    have less than `limit` of the non-negative `weight [V]` before them.
 
     Without a sort, which takes ten times as long: the last value that stays is found digit by
-    digit, in the integers that order as floats do.
+    digit, in the integers that order as floats do. In a fixed number of steps: before each step of
+    a loop of unknown length, the host waits for a GPU to tell it whether to go on.
     """
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = np.uint32(1 << 31)
@@ -106,8 +112,7 @@ def leading(x: jax.Array, weight: jax.Array, limit: jax.Array, active: jax.Array
         reached = jnp.where(from_here, weight, 0.0).sum(axis=-1) >= limit
         return low | (reached.sum().astype(jnp.uint32) << shift)
 
-    steps = jnp.where(active, 32 // DIGIT, 0)
-    last = jax.lax.fori_loop(0, steps, narrow, jnp.uint32(0))
+    last = jax.lax.fori_loop(0, 32 // DIGIT, narrow, jnp.uint32(0))
     above, tied = key > last, jnp.where(key == last, weight, 0.0)
     before = jnp.where(above, weight, 0.0).sum() + jnp.cumsum(tied) - tied
     return above | ((key == last) & (before < limit))
@@ -309,9 +314,14 @@ def make_sampler(params: Sequence[SamplingParams], vocab_size: int, rows: int) -
             presence=column("presence_penalty"),
             last_n=column("penalty_last_n", np.int32),
         )
-    # A top-p that rounds to 0 would keep no token at all.
-    top_p = jnp.maximum(column("top_p"), jnp.finfo(jnp.float32).tiny)
-    filters = Filters(column("temperature"), column("top_k", np.int32), top_p, column("min_p"))
+    filters = Filters(column("temperature"))
+    if any(p.top_k for p in params):
+        filters = filters.replace(top_k=column("top_k", np.int32))
+    if any(p.top_p < 1 for p in params):
+        # A top-p that rounds to 0 would keep no token at all.
+        filters = filters.replace(top_p=jnp.maximum(column("top_p"), jnp.finfo(jnp.float32).tiny))
+    if any(p.min_p for p in params):
+        filters = filters.replace(min_p=column("min_p"))
     seed, sequence = column("seed", np.uint32), column("sequence", np.uint32)
     return Sampler(filters, penalties, bias, seed, sequence)
 

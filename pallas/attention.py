@@ -42,22 +42,23 @@ _MIN_DOT = 16
 class Tiling:
     """How the context is cut.
 
-    keys: rows of one step. alone: most steps that one split takes alone, without a merge, and what
-    each takes where blocks are causal; steps: fewest for each of several. programs: how many to aim
-    for in all, no more than run at a time; splits: most for one kv head. num_warps, num_stages:
-    Triton's.
+    keys: rows of one step. alone: most steps that one split takes alone, without a merge; steps:
+    fewest for each of several; aligned: what each takes where blocks are causal. programs: how many
+    to aim for in all, no more than run at a time; splits: most for one kv head. num_warps,
+    num_stages: Triton's.
     """
 
     keys: int = 64
     alone: int = 5
     steps: int = 2
+    aligned: int = 2
     programs: int = 128
     splits: int = 32
     num_warps: int = 4
     num_stages: int = 3
 
 
-def tiling_for(dim: int, query_rows: int, itemsize: int) -> Tiling:
+def tiling_for(dim: int, query_rows: int, itemsize: int, causal: bool) -> Tiling:
     """The tiling of head dim `dim`, `query_rows` a kv head and `itemsize` bytes an element.
 
     A split alone takes the smallest caches (256 rows and a block), or 1024 rows of narrow heads:
@@ -65,10 +66,11 @@ def tiling_for(dim: int, query_rows: int, itemsize: int) -> Tiling:
     """
     warps = 4 if query_rows <= 64 and itemsize < 4 else 8
     if itemsize == 4:
-        return Tiling(keys=32, alone=10, steps=4, num_warps=warps, num_stages=2)
+        return Tiling(keys=32, alone=10, steps=4, aligned=4, num_warps=warps, num_stages=2)
     if dim <= 64:
-        return Tiling(keys=128, alone=9, num_warps=warps)
-    return Tiling(num_warps=warps)
+        return Tiling(keys=128, alone=9, aligned=9, num_warps=warps)
+    # A causal block's two steps need no third stage, and two programs fit a multiprocessor.
+    return Tiling(num_warps=warps, num_stages=2 if causal else 3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +139,7 @@ def append_and_attend(
     _, kv_heads, slots, dim = k_cache.shape
     heads = width // dim - 2 * kv_heads
     padded = _pad(heads // kv_heads * rows)
-    tiling = tiling or tiling_for(dim, padded, qkv.dtype.itemsize)
+    tiling = tiling or tiling_for(dim, padded, qkv.dtype.itemsize, causal)
     spec = _Spec(
         rows=rows,
         heads=heads,
@@ -166,7 +168,7 @@ def _splits(tiling: Tiling, heads: int, slots: int, aligned: bool = False) -> in
     """
     steps = pl.cdiv(slots, tiling.keys)
     if aligned:
-        return min(MOST_ALIGNED, pl.cdiv(steps, tiling.alone))
+        return min(MOST_ALIGNED, pl.cdiv(steps, tiling.aligned))
     most = max(1, min(tiling.splits, tiling.programs // heads))
     return 1 if steps <= tiling.alone else min(most, pl.cdiv(steps, tiling.steps))
 
@@ -253,8 +255,8 @@ def _shares(spec: _Spec, slot, end):
     """
     first = jnp.int32(0)
     if spec.aligned:
-        steps, share = _cdiv(slot + spec.rows, spec.tiling.keys), jnp.int32(spec.tiling.alone)
-        most, level = pl.cdiv(spec.slots, spec.tiling.keys), spec.tiling.alone
+        steps, share = _cdiv(slot + spec.rows, spec.tiling.keys), jnp.int32(spec.tiling.aligned)
+        most, level = pl.cdiv(spec.slots, spec.tiling.keys), spec.tiling.aligned
         while level * MOST_ALIGNED < most:
             share = jnp.where(steps > level * MOST_ALIGNED, level * 4, share)
             level *= 4
@@ -291,9 +293,10 @@ def _attend_kernel(spec: _Spec, *refs):
     row, head, live = _query_rows(spec, kv_head, 0, spec.padded)
     q = _rotated(spec, qkv, row, head, live, norms[0], (cos, sin))
     q_pos = plgpu.load(q_pos_ref.at[row], mask=live, other=0)
-    block_rows = partial(_block_rows, spec, qkv, kv_head, norms[1], (cos, sin))
     own_rows = jnp.arange(_pad(spec.rows))
-    own_k, own_v = block_rows(own_rows, own_rows < spec.rows)
+    own_k, own_v = _block_rows(
+        spec, qkv, kv_head, norms[1], (cos, sin), own_rows, own_rows < spec.rows
+    )
 
     @pl.when(split < splits)
     def _():
@@ -305,11 +308,13 @@ def _attend_kernel(spec: _Spec, *refs):
             return _accumulate(spec, q, q_pos, own_k, own_v, own_pos, state)
 
         def body(step, state):
-            if spec.aligned:
-                rows = _aligned_rows(spec, k_old, v_old, k_pos_ref, slot, step, block_rows)
-            else:
-                rows = _context_rows(spec, k_old, v_old, k_pos_ref, first, end, slot, step)
+            rows = _context_rows(spec, k_old, v_old, k_pos_ref, first, end, slot, step)
             return _accumulate(spec, q, q_pos, *rows, state)
+
+        def body_with_own(left_and_state):
+            left, state = left_and_state
+            rows = _rows_with_own(spec, k_old, v_old, k_pos_ref, slot, stop - left, own_k, own_v)
+            return left - 1, _accumulate(spec, q, q_pos, *rows, state)
 
         state = (
             jnp.full((spec.padded,), _LEAST, jnp.float32),
@@ -320,7 +325,16 @@ def _attend_kernel(spec: _Spec, *refs):
         if spec.aligned and spec.window is not None:
             unseen = jnp.maximum(slot - (spec.window - 1), 0)
             begin = jnp.maximum(begin, jax.lax.div(unseen, jnp.int32(spec.tiling.keys)))
-        state = jax.lax.fori_loop(begin, stop, body, state)
+        if spec.aligned:
+            # Steps before the block's first slot, then the few among whose slots its rows lie:
+            # counted down, or Triton would pipeline their many loads past all shared memory.
+            bare = jnp.clip(jax.lax.div(slot, jnp.int32(spec.tiling.keys)), begin, stop)
+            state = jax.lax.fori_loop(begin, bare, body, state)
+            _, state = jax.lax.while_loop(
+                lambda left_and_state: left_and_state[0] > 0, body_with_own, (stop - bare, state)
+            )
+        else:
+            state = jax.lax.fori_loop(begin, stop, body, state)
         top, total, acc = jax.lax.cond(split == 0, own, lambda state: state, state)
         if spec.splits == 1:
             _store_rows(spec, outs[0], acc / total[:, None], row, head, live)
@@ -409,27 +423,25 @@ def _context_rows(spec: _Spec, k_ref, v_ref, k_pos_ref, first, end, slot, step):
     return k, v.astype(spec.dtype), k_pos
 
 
-def _aligned_rows(spec: _Spec, k_ref, v_ref, k_pos_ref, slot, step, block_rows):
+def _rows_with_own(spec: _Spec, k_ref, v_ref, k_pos_ref, slot, step, own_k, own_v):
     """k (halves), v and positions of one step's slots, own rows where they are about to lie."""
     half, start = spec.dim // 2, step * spec.tiling.keys
     at, index = pl.ds(start, spec.tiling.keys), start + jnp.arange(spec.tiling.keys)
     held, own = index < slot, (index >= slot) & (index < slot + spec.rows)
     k_pos = plgpu.load(k_pos_ref.at[at], mask=held | own, other=ABSENT)
-    parts = [
-        plgpu.load(ref.at[at, pl.ds(offset, width)], mask=_across(held, width), other=0)
-        for ref, offset, width in ((k_ref, 0, half), (k_ref, half, half), (v_ref, 0, spec.dim))
-    ]
+    # A product with ones and zeros moves own rows to their slots, without rounding.
+    here = (index - slot)[:, None] == jnp.arange(own_v.shape[0])[None, :]
+    here = (here & own[:, None]).astype(spec.dtype)
 
-    def with_own(parts):
-        (first, second), v = block_rows(jnp.where(own, index - slot, 0), own)
-        return [
-            jnp.where(_across(own, mine.shape[1]), mine, part)
-            for mine, part in zip((first, second, v), parts, strict=True)
-        ]
+    def rows(ref, offset, mine):
+        width = mine.shape[1]
+        cached = plgpu.load(
+            ref.at[at, pl.ds(offset, width)], mask=_across(held, width), other=0
+        ).astype(spec.dtype)
+        return jnp.where(_across(own, width), _dot(here, mine, 0).astype(spec.dtype), cached)
 
-    parts = [part.astype(spec.dtype) for part in parts]
-    first, second, v = jax.lax.cond(start + spec.tiling.keys > slot, with_own, list, parts)
-    return (first, second), v, k_pos
+    k = rows(k_ref, 0, own_k[0]), rows(k_ref, half, own_k[1])
+    return k, rows(v_ref, 0, own_v), k_pos
 
 
 def _accumulate(spec: _Spec, q, q_pos, k, v, k_pos, state):

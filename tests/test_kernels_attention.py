@@ -27,9 +27,9 @@ kernel = kernels.kernel("attention")
 F32, BF16 = jnp.float32, jnp.bfloat16
 TOLERANCE = {F32: 1e-5, BF16: 1e-2}
 KEYS = 16
-CUT = kernel.Tiling(keys=KEYS, alone=1, steps=1, splits=4, programs=64, num_stages=1)
+CUT = kernel.Tiling(keys=KEYS, alone=1, steps=1, aligned=1, splits=4, programs=64, num_stages=1)
 """Cuts even the short contexts of these tests into several splits."""
-WHOLE = dataclasses.replace(CUT, alone=1000)
+WHOLE = dataclasses.replace(CUT, alone=1000, aligned=1000)
 EPS = 1e-6
 
 
@@ -230,7 +230,7 @@ def test_capacity_and_what_lies_past_the_rows_change_no_bit(length):
 
 
 def test_a_large_cache_cuts_small_contexts_like_a_small_one():
-    for tiling in (CUT, kernel.Tiling(), kernel.tiling_for(64, 64, 2)):
+    for tiling in (CUT, kernel.Tiling(), kernel.tiling_for(64, 64, 2, False)):
         alone, few = tiling.alone * tiling.keys, (tiling.alone + 1) * tiling.keys
         assert kernel._splits(tiling, 8, alone) == 1
         assert kernel._splits(tiling, 8, few) == -(-(tiling.alone + 1) // tiling.steps)
@@ -441,7 +441,8 @@ def test_lowers_for_cuda(preset, rows, dtype):
             ),
             *(args[name] for name in "qnpkv"),
         )
-        assert launches(text) == (1 if slots == 273 else 2)
+        small = slots == 273 and preset == "smollm2" and dtype == BF16
+        assert launches(text) == (1 if small else 2)
         assert text.count("output_operand_aliases") >= 1
 
 
@@ -473,3 +474,23 @@ def test_compiled_rings(exact, dtype):
     for held in (0, 8, 16, 34):
         args = turned_ring(held, dtype=dtype)
         check(args, run=kernel.append_and_attend, causal=False, window=6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize(("rows", "dim"), [(16, 128), (12, 64), (1, 64)])
+def test_compiled_a_causal_row_rounds_the_same_wherever_its_block_began(rows, dim, dtype, window):
+    """As any row of its block; in bf16 in a block of any size, so alone too. (f32 products of other
+    sizes are summed in other orders: some 1e-7, at which no near-tie falls.)
+    """
+    whole, kind = aligned_case(1000, 1064, 64, dtype, 2113, window, dim=dim)
+    out, k, v = kernel.append_and_attend(*whole, **kind)
+    expected = out[0, 30] if dtype == BF16 else None
+    for start in sorted({1030 - rows // 2, 1030 - rows + 1, 1030}):
+        args, _ = aligned_case(
+            start, 1064, rows, dtype, 2113, window, dim, lambda *_, **__: (0, k, v)
+        )
+        row = kernel.append_and_attend(*args, **kind)[0][0, 1030 - start]
+        expected = row if expected is None else expected
+        same(row, expected)

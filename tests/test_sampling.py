@@ -152,9 +152,22 @@ def test_each_row_follows_its_own_filters():
     settings = [(0.0, 0, 1.0, 0.0), (0.7, 4, 1.0, 0.0), (1.5, 0, 0.6, 0.2)]
     columns = zip(*settings, strict=True)
     filters = Filters(*(jnp.asarray(c, d) for c, d in zip(columns, "fiff", strict=True)))
-    together = jax.vmap(filtered_probs)(logits, filters)
+    together = jax.jit(jax.vmap(filtered_probs))(logits, filters)
     for b, options in enumerate(settings):
-        np.testing.assert_array_equal(together[b], law(logits[b], *options))
+        alone = law(logits[b], *options)
+        np.testing.assert_array_equal(together[b] > 0, alone > 0)
+        np.testing.assert_allclose(together[b], alone, rtol=2e-7)  # two programs: an ulp
+
+
+def test_a_filter_that_nobody_wants_costs_nothing():
+    logits = jnp.asarray(np.random.default_rng(2).normal(size=9), jnp.float32)
+    bare = make_sampler([SamplingParams(temperature=0.7, seed=3)], 9, 9).filters
+    bare = jax.tree.map(lambda x: x[0], bare)
+    assert (bare.top_k, bare.top_p, bare.min_p) == (None, None, None)
+    np.testing.assert_array_equal(jax.jit(filtered_probs)(logits, bare), law(logits, 0.7))
+    loops = [str(jax.make_jaxpr(filtered_probs)(logits, f)).count("scan[") for f in (
+        bare, bare.replace(top_p=jnp.float32(0.9)))]  # fmt: skip
+    assert loops == [0, 1], "of a length known beforehand"
 
 
 # --- penalties -----------------------------------------------------------------------------------
