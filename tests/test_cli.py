@@ -11,7 +11,8 @@ from safetensors.numpy import load_file
 
 from dflash_jax import SpecSession, generate, load_draft
 from dflash_jax.checkpoint import named_leaves
-from dflash_jax.cli import _parser, _session_options, main
+from dflash_jax.cli import main, make_parser
+from dflash_jax.cli.generate import session_options
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, measured_window
@@ -296,8 +297,8 @@ def test_shipped_drafters_use_the_window_measured_for_the_device(family):
     loaded = LoadedTarget(target, None, "tiny")
 
     def options(*given):
-        args = _parser().parse_args(["generate", "x", *given])
-        return _session_options(args, loaded, draft)
+        args = make_parser().parse_args(["generate", "x", *given])
+        return session_options(args, loaded, draft)
 
     chosen = options("--draft", family)
     assert chosen["policy"] == DSparkVtPolicy("fixed")
@@ -421,7 +422,7 @@ def test_want_of_memory_and_long_reasons_are_one_line(error, message, capsys, mo
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("dflash_jax.cli.load_target", fail)
+    monkeypatch.setattr("dflash_jax.cli.generate.load_target", fail)
     assert main(command()) == 2
     found = capsys.readouterr().err
     assert message in found

@@ -1,21 +1,17 @@
-"""`dflash-jax`: a thin shell over the Python interface.
-
-Everything here can be done from Python: `load_target`, `load_draft`, `SpecSession`, `compare`.
-"""
+"""`dflash-jax generate`: answer a prompt, drafting ahead of the target."""
 
 import argparse
 import json
 import re
 import sys
 import time
-import warnings
-from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jax
 
 from dflash_jax import __version__
-from dflash_jax.checkpoint import draft_directory, load_draft, save_draft, shipped_drafts
+from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts
+from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
@@ -36,57 +32,13 @@ SAMPLING = {
     "presence_penalty": (float, "subtract this from tokens seen before (0: off)"),
     "seed": (int, "of the random numbers (0)"),
 }
-EXPECTED = (ValueError, OSError, NotImplementedError, ModuleNotFoundError, MemoryError)
 TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code (2 for bad input, with one line on stderr)."""
-    warnings.showwarning = _show_warning
-
-    def command() -> int:
-        args = _parser().parse_args(argv)
-        return args.run(args)
-
-    try:
-        return run_command("dflash-jax", command)
-    except KeyboardInterrupt:
-        return 130
-
-
-def run_command(program: str, command: Callable[[], int]) -> int:
-    """The exit code of a command; 2, and one line on stderr, for what its user can mend."""
-    try:
-        return command()
-    except EXPECTED as error:
-        reason = str(error) or "out of memory"
-    except jax.errors.JaxRuntimeError as error:
-        if not _out_of_memory(error):
-            raise
-        reason = f"out of memory: {str(error).splitlines()[0]}"
-    print(f"{program}: {' '.join(reason.splitlines())}", file=sys.stderr)
-    return 2
-
-
-def _out_of_memory(error: Exception) -> bool:
-    """Whether an error of XLA says that memory did not suffice."""
-    text = str(error)
-    return "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower()
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line like all others."""
-
-    def error(self, message: str) -> Any:
-        raise ValueError(message)
-
-
-def _parser() -> Parser:
-    parser = Parser(prog="dflash-jax", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+def add(commands: Any) -> None:
+    """Add the command to the parser's `commands`."""
     gen = commands.add_parser("generate", help="answer a prompt, drafting ahead of the target")
-    gen.set_defaults(run=run_generate)
+    gen.set_defaults(run=run)
     gen.add_argument("prompt", metavar="PROMPT", help="text, or - to read it from standard input")
     gen.add_argument(
         "--target",
@@ -136,35 +88,18 @@ def _parser() -> Parser:
     gen.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
     )
-    export = commands.add_parser(
-        "export", help="write a drafter as bf16 tensors that other implementations read"
-    )
-    export.set_defaults(run=run_export)
-    export.add_argument("--draft", required=True, metavar="NAME|DIR", help="the drafter to write")
-    export.add_argument("--out", required=True, metavar="DIR", help="directory to write")
-    return parser
 
 
-def run_export(args: argparse.Namespace) -> int:
-    """`dflash-jax export`."""
-    if not args.out:
-        raise ValueError("--out: expected a directory, found ''")
-    draft = load_draft(args.draft, dtype="bfloat16")
-    save_draft(draft, args.out)
-    print(f"{args.out}: {draft.config.family} drafter, bf16, Hugging Face names")
-    return 0
-
-
-def run_generate(args: argparse.Namespace) -> int:
+def run(args: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
-    status = _Status(enabled=sys.stderr.isatty() and not args.json)
+    status = Status(enabled=sys.stderr.isatty() and not args.json)
     status.show(f"loading {args.target}")
     loaded = load_target(args.target, args.dtype)
     draft = _load_draft(args, loaded)
     if args.compare and draft is None:
         raise ValueError("--compare: expected a drafter to compare with, found --draft none")
     prompt = _prompt_ids(args, loaded)
-    options = _session_options(args, loaded, draft)
+    options = session_options(args, loaded, draft)
     status.show("compiling")
     began = time.perf_counter()
     # How many rounds to run is a run-time value: one round compiles all that a generation needs.
@@ -238,7 +173,7 @@ def _cut(text: str, most: int = 60) -> str:
     return repr(text if len(text) <= most else text[:most] + "...")
 
 
-def _session_options(
+def session_options(
     args: argparse.Namespace, loaded: LoadedTarget, draft: DFlashDraft | None
 ) -> dict[str, Any]:
     stops = [*loaded.target.stop_token_ids]
@@ -385,26 +320,3 @@ def _report(
             difference = getattr(comparison, name)
             report[name] = None if difference is None else vars(difference)
     return report
-
-
-class _Status:
-    """One line on stderr that says what is being waited for; silent off a terminal."""
-
-    def __init__(self, enabled: bool):
-        self._enabled = enabled
-
-    def show(self, what: str) -> None:
-        if self._enabled:
-            print(f"\r\033[K{what} ...", end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        if self._enabled:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-def _show_warning(message: Any, *_: Any, **__: Any) -> None:
-    print(f"dflash-jax: warning: {message}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,7 @@
+"""`python -m dflash_jax.cli`."""
+
+import sys
+
+from dflash_jax.cli import main
+
+sys.exit(main())
