@@ -15,6 +15,12 @@ from dflash_jax.layers import apply_rope, rms_norm
 
 HeadNorms = tuple[jax.Array, jax.Array] | None
 """RMSNorm weights `[D]` of the query and of the key heads; None where the model has none."""
+NARROW = 32
+"""Rows from which a block is a prompt chunk, whose attention runs tile by tile of keys."""
+SCORE_BYTES = 1 << 28
+"""Most bytes of scores that a tile makes: what bounds a prompt chunk's memory at any context."""
+TILES = (2048, 1024, 512, 256)
+"""Keys in a tile; the widest whose scores stay within SCORE_BYTES, else the narrowest."""
 
 
 @struct.dataclass
@@ -80,10 +86,24 @@ def append_and_attend(
     q, k, v = split_heads(qkv, norms, eps, place.cos, place.sin, kv_heads)
     k_cache = write_rows(k_cache, k, place.slot)
     v_cache = write_rows(v_cache, v, place.slot)
-    attended = block_attention(
-        q, k_cache, v_cache, place.q_pos, place.k_pos, causal=causal, window=window
-    )
+    masks = {"causal": causal, "window": window}
+    tile = key_tile(qkv.shape[0], rows, heads, k_cache.shape[2])
+    if tile is None:
+        attended = block_attention(q, k_cache, v_cache, place.q_pos, place.k_pos, **masks)
+    else:
+        attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
+
+
+def key_tile(batch: int, rows: int, heads: int, slots: int) -> int | None:
+    """Keys that a block of `rows` rows takes at a time; None: all `slots` at once.
+
+    A round's few rows see all keys at once. A prompt chunk would make scores for every slot of the
+    cache, written or not; it goes through the written ones in tiles instead.
+    """
+    size = batch * rows * heads * 4
+    tile = next((t for t in TILES if t * size <= SCORE_BYTES), TILES[-1])
+    return tile if rows > NARROW and tile < slots else None
 
 
 def _refusal(dim: int, dtype: jnp.dtype) -> str | None:
@@ -155,21 +175,85 @@ def block_attention(
     Returns `[B, rows, heads * D]` in q's dtype. A row that sees no key gets the mean of nothing
     in particular, but finite.
     """
+    mask = attention_mask(q_pos, k_pos, causal=causal, window=window)
+    scores = _scores(q, k, mask)
+    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
+    return _rows_of(_weighted(weights, v, k_pos), q)
+
+
+def tiled_attention(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    place: BlockPlace,
+    tile: int,
+    *,
+    causal: bool,
+    window: int | None,
+) -> jax.Array:
+    """`block_attention` with `tile` keys at a time, over those tiles alone that hold a visible row.
+
+    The running maximum and sum of the softmax (Milakov & Gimelshein 2018) are f32, so that the
+    result is that of one tile up to rounding. The block's rows are in the cache already.
+    """
+    slots, rows = k.shape[2], q.shape[1]
+    first, last = jnp.int32(0), jnp.int32(-(-slots // tile))
+    if not place.ring:
+        # Slots lie in order of position: what no row sees is a run at either end.
+        last = jnp.minimum(last, (jnp.max(place.slot) + rows - 1) // tile + 1)
+        if window is not None:
+            first = jnp.maximum(jnp.min(place.q_pos) - window + 1, 0) // tile
+
+    def step(i: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        most, total, out = carry
+        # The last tile is moved back to end with the cache; keys of the one before count once.
+        start = jnp.minimum(i * tile, slots - tile)
+        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, start, tile, 2) for x in (k, v))
+        k_pos = jax.lax.dynamic_slice_in_dim(place.k_pos, start, tile, 1)
+        k_pos = jnp.where(start + jnp.arange(tile) >= i * tile, k_pos, ABSENT)
+        mask = attention_mask(place.q_pos, k_pos, causal=causal, window=window)
+        scores = _scores(q, k_tile, mask)
+        above = jnp.maximum(most, jnp.max(scores, axis=-1, keepdims=True))
+        # A row that has seen no key yet weighs all alike; the first one it sees makes that 0.
+        weights, faded = jnp.exp(scores - above), jnp.exp(most - above)
+        total = total * faded + jnp.sum(weights, axis=-1, keepdims=True)
+        return above, total, out * faded + _weighted(weights.astype(q.dtype), v_tile, k_pos)
+
+    kv_heads = k.shape[1]
+    shape = (q.shape[0], kv_heads, q.shape[2] // kv_heads, rows)
+    most = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
+    empty = most, jnp.zeros_like(most), jnp.zeros((*shape, q.shape[3]), jnp.float32)
+    _, total, out = jax.lax.fori_loop(first, last, step, empty)
+    return _rows_of(out / total, q)
+
+
+def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
+    """Scaled scores `[B, kv_heads, groups, rows, keys]` in f32; finfo.min where masked.
+
+    The query heads of one kv head stand together as rows, so that this product and `_weighted`'s
+    are plain batched matmuls over the cache as it lies.
+    """
     batch, rows, heads, dim = q.shape
     kv_heads = k.shape[1]
-    groups = heads // kv_heads
-    mask = attention_mask(q_pos, k_pos, causal=causal, window=window)[:, None, None]
+    split = (batch, kv_heads, heads // kv_heads, rows)
+    grouped = q.reshape(batch, rows, *split[1:3], dim).transpose(0, 2, 3, 1, 4)
+    grouped = grouped.reshape(batch, kv_heads, -1, dim)
+    scores = jnp.einsum("bkmd,bksd->bkms", grouped, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(*split, -1) * dim**-0.5
+    return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def _weighted(weights: jax.Array, v: jax.Array, k_pos: jax.Array) -> jax.Array:
+    """Sums of v rows `[B, kv_heads, groups, rows, D]` in f32, by weights as `_scores` lays them."""
     # 0 * NaN is NaN: an empty slot must be cleared, a zero weight is not enough.
     v = jnp.where((k_pos != ABSENT)[:, None, :, None], v, jnp.zeros_like(v))
-    # The query heads of one kv head stand together as rows, so that both products are plain
-    # batched matmuls over the cache as it lies.
-    grouped = q.reshape(batch, rows, kv_heads, groups, dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, kv_heads, groups * rows, dim)
-    scores = jnp.einsum("bkmd,bksd->bkms", grouped, k, preferred_element_type=jnp.float32)
-    scores = scores.reshape(batch, kv_heads, groups, rows, -1) * dim**-0.5
-    scores = jnp.where(mask, scores, jnp.finfo(jnp.float32).min)
-    weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
-    weights = weights.reshape(batch, kv_heads, groups * rows, -1)
-    out = jnp.einsum("bkms,bksd->bkmd", weights, v, preferred_element_type=jnp.float32)
-    out = out.astype(q.dtype).reshape(batch, kv_heads, groups, rows, dim)
-    return out.transpose(0, 3, 1, 2, 4).reshape(batch, rows, heads * dim)
+    batch, kv_heads, groups, rows, keys = weights.shape
+    flat = weights.reshape(batch, kv_heads, groups * rows, keys)
+    out = jnp.einsum("bkms,bksd->bkmd", flat, v, preferred_element_type=jnp.float32)
+    return out.reshape(batch, kv_heads, groups, rows, -1)
+
+
+def _rows_of(attended: jax.Array, q: jax.Array) -> jax.Array:
+    """`_weighted`'s layout back as rows `[B, rows, heads * D]` in q's dtype."""
+    batch, rows, heads, dim = q.shape
+    return attended.astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(batch, rows, heads * dim)

@@ -1,6 +1,6 @@
 """The compiled programs: prompt chunks, the start of a generation, and the loop over rounds."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +20,9 @@ from dflash_jax.verify import decide_sampled
 
 CHUNKS = (16, 64, 256)
 """Widths of a prompt chunk; a prompt runs in the widest that fits, its tail padded."""
+LONG_CHUNK, LONG_PROMPT, LONG_ROWS = 1024, 4096, 2048
+"""A prompt of LONG_PROMPT tokens or more runs in chunks of LONG_CHUNK, if those of all sequences
+together are no more than LONG_ROWS."""
 
 
 class Caches(NamedTuple):
@@ -53,29 +56,50 @@ def prefill(
     lengths: Sequence[int],
     capacity: int,
     implementation: Implementation = None,
+    *,
+    chunk: int | None = None,
+    tick: Callable[[int], None] | None = None,
 ) -> Caches:
     """Feed `rows` (tokens of each sequence, any counts) behind the `lengths` rows already held.
 
-    Runs on the host chunk by chunk; the result does not depend on how the rows fall into chunks.
+    Runs on the host chunk by chunk: beyond the caches, memory is that of one chunk, whatever the
+    prompt's length. The result does not depend on how the rows fall into chunks.
+
+    chunk: the widest to take (default: `widest_chunk`); each width in use is compiled once.
+    tick: told after each chunk how many rows it took, once they are there.
     """
     longest, fed = max(len(row) for row in rows), 0
+    chunk = widest_chunk(len(rows), longest) if chunk is None else chunk
     while fed < longest:
         held = max(n + min(fed, len(row)) for n, row in zip(lengths, rows, strict=True))
-        width = _chunk(longest - fed, capacity + CHUNKS[0] - held)
+        width = _chunk(longest - fed, capacity + CHUNKS[0] - held, chunk)
         pieces = [row[fed : fed + width] for row in rows]
         ids = np.zeros((len(rows), width), np.int32)
         for b, piece in enumerate(pieces):
             ids[b, : len(piece)] = piece
         count = np.array([len(piece) for piece in pieces], np.int32)
-        chunk = jnp.asarray(ids), jnp.asarray(count)
-        caches = prefill_chunk(target, draft, caches, *chunk, implementation=implementation)
+        tokens = jnp.asarray(ids), jnp.asarray(count)
+        caches = prefill_chunk(target, draft, caches, *tokens, implementation=implementation)
+        if tick is not None:
+            jax.block_until_ready(caches.last)
+            tick(min(width, longest - fed))
         fed += width
     return caches
 
 
-def _chunk(left: int, room: int) -> int:
-    """The narrowest chunk that takes `left` tokens, else the widest; never wider than `room`."""
-    fitting = [width for width in CHUNKS if width <= room]
+def widest_chunk(batch: int, longest: int) -> int:
+    """The widest prompt chunk for `batch` prompts of which the longest has `longest` tokens."""
+    long = longest >= LONG_PROMPT and batch * LONG_CHUNK <= LONG_ROWS
+    return LONG_CHUNK if long else CHUNKS[-1]
+
+
+def _chunk(left: int, room: int, widest: int) -> int:
+    """The narrowest chunk that takes `left` tokens, else the widest; never wider than `room`.
+
+    One wider than CHUNKS is for prompts of more than half its tokens: padding costs time too.
+    """
+    widths = [*(w for w in CHUNKS if w < widest), widest]
+    fitting = [w for w in widths if w <= room and (w <= CHUNKS[-1] or w < 2 * left)] or CHUNKS[:1]
     return next((width for width in fitting if width >= left), fitting[-1])
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, get_args
 
 import jax
@@ -21,7 +21,7 @@ from dflash_jax.sampling import Sampler, SamplingParams, make_sampler
 from dflash_jax.targets import Target
 from dflash_jax.window import DSparkVtPolicy, resolve_policy
 
-MIN_CAPACITY = 256
+MIN_CAPACITY, CAPACITY_STEP = 256, 4096
 GREEDY = SamplingParams()
 ALL_ROUNDS = np.iinfo(np.int32).max
 
@@ -113,8 +113,9 @@ class SpecSession:
       stop_token_ids: default the target's eos ids; () for none.
       block_size: rows drafted a round, at most the checkpoint's (default).
       verify_width: rows verified a round, anchor included, 2..drafts + 1 (default: all drafts).
-      capacity: rows a sequence may hold; default the smallest power of two that holds prompt and
-        budget (so that nearby lengths share compiled programs), at most the model's context.
+      capacity: rows a sequence may hold; default what `default_capacity` makes of prompt and
+        budget, at most the model's context.
+      chunk: rows of a prompt read at once, from 16; default `loop.widest_chunk`'s.
       harvest: see `resolve_harvest`.
       policy: how wide each round verifies, see `window.resolve_policy`.
       widths: verify widths to compile for the policy to choose from (default: only the widest).
@@ -141,6 +142,7 @@ class SpecSession:
         block_size: int | None = None,
         verify_width: int | None = None,
         capacity: int | None = None,
+        chunk: int | None = None,
         harvest: DSparkHarvest | str | None = None,
         policy: DSparkVtPolicy | None = None,
         widths: Sequence[int] | None = None,
@@ -161,6 +163,9 @@ class SpecSession:
             )
         self.target, self.draft = target, draft
         self._capacity, self._accept, self._check = capacity, accept, check
+        self._chunk = (
+            chunk if chunk is None else _between("chunk", chunk, loop.CHUNKS[0], ALL_ROUNDS)
+        )
         stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
         self.stop_token_ids = _token_ids("stop_token_ids", stops, None)
         self._sampling = _requests(sampling)
@@ -201,6 +206,7 @@ class SpecSession:
         *,
         draft_from: int = 0,
         tail: DraftTail | None = None,
+        tick: Callable[[int], None] | None = None,
     ) -> None:
         """Prefill the prompts and emit each one's first token.
 
@@ -209,6 +215,7 @@ class SpecSession:
         draft_from: the drafter starts cold at this position and never sees the rows before it.
         tail: one sequence's exported draft rows, where its prompt's first `tail.len` tokens are
         what they were made of; the drafter reads those instead of making them again.
+        tick: told of prompt rows as they are read, see `loop.prefill`.
         """
         prompts = _sequence("prompts", prompts)
         if len(prompts) == 0:
@@ -225,6 +232,7 @@ class SpecSession:
         )
         caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
         self._context = [[] for _ in rows]
+        self._tick = tick
         began = time.perf_counter()
         caches, done = self._draft_start(caches, rows, draft_from, tail)
         for context, row in zip(self._context, rows, strict=True):
@@ -282,7 +290,7 @@ class SpecSession:
                 f"found {longest}"
             )
         budget = self._budgets(max_new_tokens, len(rows))
-        self._context = held
+        self._context, self._tick = held, None
         last = jnp.zeros_like(self.target.embed(self.state.anchor[:, None])[:, 0])
         caches = loop.Caches(self.state.target, self.state.draft, last)
         self._prefill(caches, rows, budget, time.perf_counter())
@@ -367,9 +375,9 @@ class SpecSession:
         rows: list[list[int]],
         lengths: list[int],
     ) -> loop.Caches:
-        plan = self.plan
+        plan, options = self.plan, {"chunk": self._chunk, "tick": self._tick}
         return loop.prefill(
-            self.target, draft, caches, rows, lengths, plan.capacity, plan.implementation
+            self.target, draft, caches, rows, lengths, plan.capacity, plan.implementation, **options
         )
 
     def _prefill(
@@ -437,10 +445,7 @@ class SpecSession:
             capacity = _between("capacity", self._capacity, 1, limit)
         else:
             wanted = max(len(row) + n - 1 for row, n in zip(rows, budget, strict=True))
-            capacity = MIN_CAPACITY
-            while capacity < min(wanted, limit):
-                capacity *= 2
-            capacity = min(capacity, limit)
+            capacity = default_capacity(wanted, limit)
         if longest > capacity:
             raise ValueError(
                 f"prompt: expected at most {capacity} tokens (capacity), found {longest}"
@@ -471,6 +476,19 @@ class SpecSession:
     def _require_open(self) -> None:
         if self.state is None:
             raise ValueError("session: expected open() first, found nothing open")
+
+
+def default_capacity(rows: int, limit: int) -> int:
+    """Rows to allocate for `rows`, at most `limit`: a power of two, or a multiple of 4096.
+
+    Nearby lengths so share compiled programs, and a long context is not doubled.
+    """
+    if rows > CAPACITY_STEP:
+        return min(-(-rows // CAPACITY_STEP) * CAPACITY_STEP, limit)
+    capacity = MIN_CAPACITY
+    while capacity < rows:
+        capacity *= 2
+    return min(capacity, limit)
 
 
 def _widths(widths: Sequence[int] | None, widest: int) -> tuple[int, ...]:
