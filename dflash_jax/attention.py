@@ -221,8 +221,10 @@ def tiled_attention(
 
     kv_heads = k.shape[1]
     shape = (q.shape[0], kv_heads, q.shape[2] // kv_heads, rows)
+    # Zeros that depend on q: constants would be made for all layers at once, and held till used.
+    nothing = 0 * q.astype(jnp.float32).swapaxes(1, 2).reshape(*shape, -1)
     most = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
-    empty = most, jnp.zeros_like(most), jnp.zeros((*shape, q.shape[3]), jnp.float32)
+    empty = most, jnp.zeros_like(most), nothing
     _, total, out = jax.lax.fori_loop(first, last, step, empty)
     return _rows_of(out / total, q)
 
