@@ -9,7 +9,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -231,6 +231,40 @@ def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> 
     >>> draft.config.block_size                     # doctest: +SKIP
     16
     """
+    found = survey_draft(directory, target)
+    files, table = found.files, found.table
+    if target is not None:
+        _compare_copies(files, target, skip=() if found.head_rows is None else HEAD_TABLE)
+    leaves = read_leaves(files, table, compute_dtype(dtype))
+    if found.head_rows is not None:
+        leaves["head.lm_head"] = _read_as(files, HEAD_TABLE[0], compute_dtype(dtype))
+        leaves["head.d2t"] = _d2t(files, target)
+    return assemble(found.abstract(dtype), leaves)
+
+
+class Survey(NamedTuple):
+    """A drafter directory that passed every check but those that read its tensors.
+
+    table: the tensors a drafter is made of, under the names the files use. head_rows: of its own
+    reduced head, None where the target's is used. unused: tensors that nothing reads.
+    """
+
+    files: TensorFiles
+    config: DFlashConfig
+    table: dict[str, Entry]
+    head_rows: int | None
+    unused: list[str]
+
+    def abstract(self, dtype: Any = None) -> DFlashDraft:
+        """The shapes and dtypes that `load_draft` would load."""
+        return abstract(self.config, compute_dtype(dtype), self.head_rows)
+
+
+def survey_draft(directory: str | Path, target: Any = None) -> Survey:
+    """Config and census of a drafter directory, from headers alone.
+
+    `target` may be an abstract one. Raises as `load_draft` does.
+    """
     directory = draft_directory(directory)
     files = TensorFiles(directory)
     token_to_id = getattr(target, "token_to_id", None)
@@ -240,12 +274,8 @@ def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> 
     if target is not None:
         target.check_drafter(config)
     table = _names_on_disk(files, tensor_table(config))
-    head_rows = _census(files, table, config, target)
-    leaves = read_leaves(files, table, compute_dtype(dtype))
-    if head_rows is not None:
-        leaves["head.lm_head"] = _read_as(files, HEAD_TABLE[0], compute_dtype(dtype))
-        leaves["head.d2t"] = _d2t(files, target)
-    return assemble(abstract(config, compute_dtype(dtype), head_rows), leaves)
+    head_rows, unused = _census(files, table, config, target)
+    return Survey(files, config, table, head_rows, unused)
 
 
 def shipped_drafts() -> list[str]:
@@ -397,10 +427,11 @@ def _resolve_dspark(files: TensorFiles, stated: DSparkConfig) -> DSparkConfig:
 
 def _census(
     files: TensorFiles, table: Mapping[str, Entry], config: DFlashConfig, target: Any
-) -> int | None:
+) -> tuple[int | None, list[str]]:
     """The gate: every required tensor in its exact shape, every tensor in the file consumed.
 
-    Returns the rows of the drafter's own head, or None where the target's head is used.
+    Returns the rows of the drafter's own head (None where the target's head is used) and, for a
+    plain DFlash drafter, where they are no error, the tensors left over.
     """
     check_shapes(files, table)
     scales = {name + quant.SCALE for name in table if files.dtype(name) == "I8"}
@@ -425,10 +456,8 @@ def _census(
     if left and config.family != "dflash":
         raise ValueError(f"{files.directory}: unused tensors {listing(left)}")
     if left:
-        warnings.warn(f"{files.directory}: unused tensors {listing(left)}", stacklevel=3)
-    if target is not None:
-        _compare_copies(files, target, skip=HEAD_TABLE if own_head else ())
-    return files.shape(HEAD_TABLE[0])[0] if own_head else None
+        warnings.warn(f"{files.directory}: unused tensors {listing(left)}", stacklevel=4)
+    return files.shape(HEAD_TABLE[0])[0] if own_head else None, left
 
 
 def _own_head(files: TensorFiles, hidden_size: int, target: Any) -> bool:
@@ -482,7 +511,7 @@ def _compare_copies(files: TensorFiles, target: Any, skip: Iterable[str]) -> Non
         if not np.array_equal(copy[:rows], np.asarray(own[:rows])):
             warnings.warn(
                 f"{files.directory}: {name} differs from the target's; the target's is used",
-                stacklevel=4,
+                stacklevel=3,
             )
 
 

@@ -72,7 +72,7 @@ def prefill(
     chunk = widest_chunk(len(rows), longest) if chunk is None else chunk
     while fed < longest:
         held = max(n + min(fed, len(row)) for n, row in zip(lengths, rows, strict=True))
-        width = _chunk(longest - fed, capacity + CHUNKS[0] - held, chunk)
+        width = chunk_width(longest - fed, capacity + CHUNKS[0] - held, chunk)
         pieces = [row[fed : fed + width] for row in rows]
         ids = np.zeros((len(rows), width), np.int32)
         for b, piece in enumerate(pieces):
@@ -93,7 +93,7 @@ def widest_chunk(batch: int, longest: int) -> int:
     return LONG_CHUNK if long else CHUNKS[-1]
 
 
-def _chunk(left: int, room: int, widest: int) -> int:
+def chunk_width(left: int, room: int, widest: int) -> int:
     """The narrowest chunk that takes `left` tokens, else the widest; never wider than `room`.
 
     One wider than CHUNKS is for prompts of more than half its tokens: padding costs time too.

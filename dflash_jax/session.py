@@ -3,6 +3,7 @@
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, get_args
 
 import jax
@@ -15,6 +16,7 @@ from dflash_jax.config import DSparkHarvest, resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftTail
+from dflash_jax.plan import MemoryPlan, plan_memory
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.sampling import Sampler, SamplingParams, make_sampler
@@ -224,12 +226,7 @@ class SpecSession:
         if any(len(row) == 0 for row in rows):
             raise ValueError("prompt: expected at least one token, found an empty one")
         budget = self._budgets(max_new_tokens, len(rows))
-        params = self._params(len(rows))
-        self.plan = dataclasses.replace(
-            self._plan,
-            capacity=self._room_for(rows, budget),
-            sampled=any(not p.greedy for p in params),
-        )
+        self.plan = self._plan_for(self._room_for(rows, budget), self._params(len(rows)))
         caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
         self._context = [[] for _ in rows]
         self._tick = tick
@@ -294,6 +291,40 @@ class SpecSession:
         last = jnp.zeros_like(self.target.embed(self.state.anchor[:, None])[:, 0])
         caches = loop.Caches(self.state.target, self.state.draft, last)
         self._prefill(caches, rows, budget, time.perf_counter())
+
+    def memory(
+        self,
+        context: int,
+        batch: int = 1,
+        *,
+        prompt: int | None = None,
+        compiled: bool = False,
+    ) -> MemoryPlan:
+        """What `batch` sequences of `context` tokens each, prompt and new, take on the device.
+
+        Nothing need be open, and target and draft may be abstract: see `plan.plan_memory`.
+        prompt: tokens of the longest prompt, where it is shorter than its widest chunk.
+        """
+        batch = _between("batch", batch, 1, ALL_ROUNDS)
+        context = _between("context", context, 1, self.target.max_positions)
+        capacity = self._capacity_for(context)
+        if context > capacity:
+            raise ValueError(f"context: expected at most {capacity} (capacity), found {context}")
+        params = self._params(batch)
+        plan = self._plan_for(capacity, params)
+        sampler = jax.eval_shape(partial(self._sampler, plan, params))
+        prompt = _between("prompt", prompt, 1, context)
+        widest = self._chunk or loop.widest_chunk(batch, prompt)
+        return plan_memory(
+            self.target,
+            self.draft,
+            plan,
+            batch=batch,
+            chunk=loop.chunk_width(prompt, capacity, widest),
+            sampler=sampler,
+            history=self._history(plan, sampler, [[]] * batch),
+            compiled=compiled,
+        )
 
     def export_tail(self, sequence: int = 0, upto: int | None = None) -> DraftTail:
         """A sequence's latest draft rows, for `open(tail=...)` elsewhere (see `kv.export_tail`)."""
@@ -388,7 +419,8 @@ class SpecSession:
             context.extend(row)
         cap = self.plan.verify_width if self._accept else 1
         self._stops = _padded(self.stop_token_ids)
-        sampler, history = self._sampler(caches)
+        sampler = self._sampler(self.plan, self._params(len(rows)))
+        history = self._history(self.plan, sampler, self._context)
         self.state = loop.start(
             self.target,
             *caches,
@@ -396,7 +428,7 @@ class SpecSession:
             jnp.full((len(rows),), cap, jnp.int32),
             self._stops,
             sampler,
-            history,
+            None if history is None else jnp.asarray(history),
             self.plan,
         )
         jax.block_until_ready(self.state)
@@ -412,19 +444,27 @@ class SpecSession:
             )
         return list(self._sampling)
 
-    def _sampler(self, caches: loop.Caches) -> tuple[Sampler | None, jax.Array | None]:
-        """The device form of the requests' sampling, and their history where penalties need it."""
-        params = self._params(len(self._context))
-        if not self.plan.sampled and not any(p.penalised or p.logit_bias for p in params):
-            return None, None
-        rows = jax.eval_shape(self.target.logits, caches.last).shape[-1]
-        sampler = make_sampler(params, self.target.vocab_size, rows)
-        if sampler.penalties is None:
-            return sampler, None
-        history = np.zeros((len(params), self.plan.capacity + 1 + self.plan.verify_width), np.int32)
-        for b, context in enumerate(self._context):
+    def _plan_for(self, capacity: int, params: list[SamplingParams]) -> RoundPlan:
+        sampled = any(not p.greedy for p in params)
+        return dataclasses.replace(self._plan, capacity=capacity, sampled=sampled)
+
+    def _sampler(self, plan: RoundPlan, params: list[SamplingParams]) -> Sampler | None:
+        """The device form of the requests' sampling; None where all are plainly greedy."""
+        if not plan.sampled and not any(p.penalised or p.logit_bias for p in params):
+            return None
+        row = jax.eval_shape(lambda t: t.logits(t.embed(jnp.zeros((1, 1), jnp.int32))), self.target)
+        return make_sampler(params, self.target.vocab_size, row.shape[-1])
+
+    def _history(
+        self, plan: RoundPlan, sampler: Sampler | None, contexts: list[list[int]]
+    ) -> np.ndarray | None:
+        """The sequences' tokens so far, where penalties need them."""
+        if sampler is None or sampler.penalties is None:
+            return None
+        history = np.zeros((len(contexts), plan.capacity + 1 + plan.verify_width), np.int32)
+        for b, context in enumerate(contexts):
             history[b, : len(context)] = context
-        return sampler, jnp.asarray(history)
+        return history
 
     def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
         max_new_tokens = _listed(max_new_tokens)
@@ -440,17 +480,21 @@ class SpecSession:
         return [min(int(n), ALL_ROUNDS) for n in budget]
 
     def _room_for(self, rows: list[list[int]], budget: list[int]) -> int:
-        longest, limit = max(len(row) for row in rows), self.target.max_positions
-        if self._capacity is not None:
-            capacity = _between("capacity", self._capacity, 1, limit)
-        else:
-            wanted = max(len(row) + n - 1 for row, n in zip(rows, budget, strict=True))
-            capacity = default_capacity(wanted, limit)
+        longest = max(len(row) for row in rows)
+        capacity = self._capacity_for(
+            max(len(row) + n - 1 for row, n in zip(rows, budget, strict=True))
+        )
         if longest > capacity:
             raise ValueError(
                 f"prompt: expected at most {capacity} tokens (capacity), found {longest}"
             )
         return capacity
+
+    def _capacity_for(self, rows: int) -> int:
+        limit = self.target.max_positions
+        if self._capacity is None:
+            return default_capacity(rows, limit)
+        return _between("capacity", self._capacity, 1, limit)
 
     def _check_faults(self) -> None:
         for side in ("draft", "target"):

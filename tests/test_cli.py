@@ -422,7 +422,7 @@ def test_want_of_memory_and_long_reasons_are_one_line(error, message, capsys, mo
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("dflash_jax.cli.generate.load_target", fail)
+    monkeypatch.setattr("dflash_jax.cli.models.load_target", fail)
     assert main(command()) == 2
     found = capsys.readouterr().err
     assert message in found

@@ -123,7 +123,7 @@ def test_a_long_prompt_in_chunks_and_tiles_leaves_the_caches_of_one_forward(monk
     ],
 )
 def test_the_width_of_the_next_chunk(left, room, widest, width):
-    assert loop._chunk(left, room, widest) == width
+    assert loop.chunk_width(left, room, widest) == width
 
 
 def test_long_prompts_take_wide_chunks():
@@ -156,7 +156,14 @@ def test_the_default_capacity(rows, capacity):
 LONG = dataclasses.replace(TINY, layer_window=(24, None), rope=YARN)
 
 
-@pytest.mark.parametrize(("causal", "start"), [((False, False), 5000), ((True, False), 0)], ids=str)
+@pytest.mark.parametrize(
+    ("causal", "start"),
+    [
+        ((False, False), 5000),
+        pytest.param((True, False), 0, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_a_ring_that_turns_equals_the_uncached_forward(causal, start):
     """400 rows behind `start`, in prompt chunks and rounds, through a window of 24: at every edge
     the block sees what `forward_block` over the whole context sees, NaN wherever nothing is held.

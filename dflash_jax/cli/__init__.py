@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Sequence
 
 from dflash_jax import __version__
-from dflash_jax.cli import export, generate
+from dflash_jax.cli import export, generate, plan
 from dflash_jax.cli.shell import Parser, run_command, show_warning
 
 __all__ = ["COMMANDS", "Parser", "main", "make_parser", "run_command"]
 
-COMMANDS = (generate, export)
+COMMANDS = (generate, plan, export)
 """Modules whose `add` puts a command on the parser and says what runs it."""
 
 

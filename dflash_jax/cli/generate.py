@@ -10,19 +10,18 @@ from typing import Any, get_args
 import jax
 
 from dflash_jax import __version__
-from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts
+from dflash_jax.checkpoint import shipped_drafts
+from dflash_jax.cli.models import add_models, load_models
 from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession, generate
-from dflash_jax.targets.loading import LoadedTarget, load_target
+from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import StreamDecoder
 from dflash_jax.window import DSparkVtPolicy, PolicyKind, measured_window
 
-DEFAULT_DRAFT = "dspark"
-"""The shipped drafter with the longest acceptance."""
 SAMPLING = {
     "top_k": (int, "keep the k likeliest tokens (0: off)"),
     "top_p": (float, "keep the likeliest tokens up to this probability (1: off)"),
@@ -40,18 +39,7 @@ def add(commands: Any) -> None:
     gen = commands.add_parser("generate", help="answer a prompt, drafting ahead of the target")
     gen.set_defaults(run=run)
     gen.add_argument("prompt", metavar="PROMPT", help="text, or - to read it from standard input")
-    gen.add_argument(
-        "--target",
-        default="smollm2",
-        metavar="smollm2|DIR|FILE.gguf|ORG/NAME",
-        help="the model that decides every token (default: smollm2)",
-    )
-    gen.add_argument(
-        "--draft",
-        metavar="NAME|DIR|none",
-        help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory, or none to "
-        f"decode plainly (default for smollm2: {DEFAULT_DRAFT})",
-    )
+    add_models(gen)
     gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     gen.add_argument(
         "--stop",
@@ -85,17 +73,13 @@ def add(commands: Any) -> None:
         gen.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=what)
     gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
     gen.add_argument("--harvest", metavar="dflash|dspark", help="which draft rows are proposals")
-    gen.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
-    )
 
 
 def run(args: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
     status = Status(enabled=sys.stderr.isatty() and not args.json)
     status.show(f"loading {args.target}")
-    loaded = load_target(args.target, args.dtype)
-    draft = _load_draft(args, loaded)
+    loaded, draft = load_models(args)
     if args.compare and draft is None:
         raise ValueError("--compare: expected a drafter to compare with, found --draft none")
     prompt = _prompt_ids(args, loaded)
@@ -134,17 +118,6 @@ def _programs(
     """The drafter and the session options of every loop that will run."""
     programs = [(draft, options)]
     return [*programs, (None, plain_options(options))] if compared else programs
-
-
-def _load_draft(args: argparse.Namespace, loaded: LoadedTarget) -> DFlashDraft | None:
-    name = args.draft
-    if name == "none":
-        return None
-    if name is None:
-        if args.target != "smollm2":
-            raise ValueError(f"--draft: expected a drafter for {args.target}, found none given")
-        name = DEFAULT_DRAFT
-    return load_draft(draft_directory(name), loaded.target, args.dtype)
 
 
 def _is_shipped(name: str | None) -> bool:

@@ -183,6 +183,21 @@ def load_gguf(source: str | Path | GGUFFile, dtype: Any = None) -> DenseTarget:
     Raises what `GGUFFile` does, ValueError naming missing, left-over or misshapen tensors and
     NotImplementedError for an architecture or a setting that this decoder does not have.
     """
+    file, config = open_gguf(source)
+    permuted = file.metadata["general.architecture"] == "llama"
+
+    def transform(name: str, tensor: np.ndarray) -> np.ndarray:
+        if permuted and name.endswith((".attn_q.weight", ".attn_k.weight")):
+            return half_split_rows(tensor, config.head_dim)
+        return tensor
+
+    dtype = compute_dtype(dtype)
+    leaves = read_leaves(file, table(config, NAMES), dtype, transform)
+    return assemble(abstract(config, dtype), leaves)
+
+
+def open_gguf(source: str | Path | GGUFFile) -> tuple[GGUFFile, DecoderConfig]:
+    """What `load_gguf` checks before it reads a tensor; raises as it does."""
     file = source if isinstance(source, GGUFFile) else GGUFFile(source)
     try:
         config = parse_config(file)
@@ -193,15 +208,7 @@ def load_gguf(source: str | Path | GGUFFile, dtype: Any = None) -> DenseTarget:
     left = sorted(file.names() - set(names) - {ROPE_FACTORS})
     if left:
         raise ValueError(f"{file.directory}: unused tensors {listing(left)}")
-    permuted = file.metadata["general.architecture"] == "llama"
-
-    def transform(name: str, tensor: np.ndarray) -> np.ndarray:
-        if permuted and name.endswith((".attn_q.weight", ".attn_k.weight")):
-            return half_split_rows(tensor, config.head_dim)
-        return tensor
-
-    dtype = compute_dtype(dtype)
-    return assemble(abstract(config, dtype), read_leaves(file, names, dtype, transform))
+    return file, config
 
 
 def half_split_rows(weight: np.ndarray, head_dim: int) -> np.ndarray:

@@ -54,6 +54,13 @@ def load_hf(directory: str | Path, dtype: Any = None) -> DenseTarget:
     Raises FileNotFoundError or ValueError naming the missing, left-over or misshapen tensors or
     the key that is wrong, NotImplementedError for a model that this decoder is not.
     """
+    files, config = open_hf(directory)
+    dtype = compute_dtype(dtype)
+    return assemble(abstract(config, dtype), read_leaves(files, table(config), dtype))
+
+
+def open_hf(directory: str | Path) -> tuple[TensorFiles, DecoderConfig]:
+    """What `load_hf` checks before it reads a tensor; raises as it does."""
     directory = Path(directory)
     raw = _required_json(directory / "config.json")
     files = TensorFiles(directory)
@@ -64,8 +71,7 @@ def load_hf(directory: str | Path, dtype: Any = None) -> DenseTarget:
     names = table(config)
     check_shapes(files, names)
     _check_leftovers(files, names, config)
-    dtype = compute_dtype(dtype)
-    return assemble(abstract(config, dtype), read_leaves(files, names, dtype))
+    return files, config
 
 
 def table(config: DecoderConfig, names: Mapping[str, str] = NAMES) -> dict[str, Entry]:
@@ -240,7 +246,7 @@ def _check_leftovers(files: TensorFiles, names: Mapping[str, Entry], config: Dec
             warnings.warn(
                 f"{files.directory}: tie_word_embeddings is true, found a {NAMES['head']} that "
                 "differs from the embedding; the embedding is used",
-                stacklevel=3,
+                stacklevel=4,
             )
     if left:
         raise ValueError(f"{files.directory}: unused tensors {listing(sorted(left))}")

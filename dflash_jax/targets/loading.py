@@ -5,11 +5,11 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dflash_jax.checkpoint import TensorFiles
+from dflash_jax.checkpoint import TensorFiles, compute_dtype
 from dflash_jax.extras import require
-from dflash_jax.targets.dense import DenseTarget
-from dflash_jax.targets.gguf import GGUFFile, load_gguf
-from dflash_jax.targets.hf import load_hf
+from dflash_jax.targets.dense import DenseTarget, abstract
+from dflash_jax.targets.gguf import GGUFFile, load_gguf, open_gguf
+from dflash_jax.targets.hf import load_hf, open_hf
 from dflash_jax.text import TextCodec, codec_from_directory, codec_from_gguf
 
 DEFAULT_TARGET = "smollm2"
@@ -45,20 +45,36 @@ def load_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> LoadedT
 
     >>> target, text, name = load_target("smollm2")       # doctest: +SKIP
     """
+    path, name = locate(spec), str(spec)
+    if path.is_dir():
+        return _from_directory(path, name, dtype)
+    return _from_gguf(path, name, dtype)
+
+
+def abstract_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> DenseTarget:
+    """The shapes and dtypes of `load_target(spec, dtype).target`: headers are read, no weights.
+
+    Raises as `load_target` does.
+    """
+    path = locate(spec)
+    _, config = open_hf(path) if path.is_dir() else open_gguf(path)
+    return abstract(config, compute_dtype(dtype))
+
+
+def locate(spec: str | Path) -> Path:
+    """The directory or the `.gguf` file that a target's name (see `load_target`) stands for."""
     name = str(spec)
     if name == DEFAULT_TARGET:
-        return _from_gguf(find_smollm2(), name, dtype)
+        return find_smollm2()
     path = Path(spec).expanduser()
-    if name and path.is_dir():
-        return _from_directory(path, name, dtype)
-    if path.suffix == ".gguf":
-        return _from_gguf(path, name, dtype)
+    if (name and path.is_dir()) or path.suffix == ".gguf":
+        return path
     if path.exists() or not is_hub_id(name):
         raise FileNotFoundError(
             f"target: expected {DEFAULT_TARGET!r}, a directory, a .gguf file or a hub id "
             f"'org/name', found {name!r}"
         )
-    return _from_directory(resolve_hub_id(name), name, dtype)
+    return resolve_hub_id(name)
 
 
 def find_smollm2() -> Path:
