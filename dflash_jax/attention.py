@@ -74,10 +74,7 @@ def append_and_attend(
     """
     rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
-    # For causal blocks, a target's, the kernel has to be asked for: whether its rows round the same
-    # wherever a block begins, as losslessness needs, has not been seen on a GPU yet.
-    best = "xla" if causal else "pallas"
-    if kernels.resolve(implementation, _refusal(dim, qkv.dtype), best) == "pallas":
+    if kernels.resolve(implementation, _refusal(dim, qkv.dtype)) == "pallas":
         kernel = kernels.kernel("attention")
         if rows * (heads // kv_heads) <= kernel.MAX_ROWS:
             return kernel.append_and_attend(

@@ -68,7 +68,7 @@ def tiling_for(dim: int, query_rows: int, itemsize: int, causal: bool) -> Tiling
     if itemsize == 4:
         return Tiling(keys=32, alone=10, steps=4, aligned=4, num_warps=warps, num_stages=2)
     if dim <= 64:
-        return Tiling(keys=128, alone=9, aligned=9, num_warps=warps)
+        return Tiling(keys=128, alone=9, aligned=3, num_warps=warps)
     # A causal block's two steps need no third stage, and two programs fit a multiprocessor.
     return Tiling(num_warps=warps, num_stages=2 if causal else 3)
 
