@@ -1,15 +1,15 @@
-"""Drafter checkpoints: safetensors files <-> pytree, driven by one table of names and shapes.
+"""Drafter checkpoints: files <-> pytree, driven by one table of names and shapes.
 
-`tensor_table` says, for every tensor a family has on disk, its exact shape and where it lives in
-the pytree. Loading, saving, the census gate and its error texts all read that table.
+`tables.tensor_table` says, for every tensor a family has on disk, its exact shape and where it
+lives in the pytree. Loading, saving, the census gate and its error texts all read that table.
 """
 
 import dataclasses
 import json
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,35 @@ from safetensors.numpy import save_file
 
 from dflash_jax import quant
 from dflash_jax.config import (
-    DFlash2Config,
     DFlashConfig,
     DSparkConfig,
     config_dict,
+    parse_config,
     read_config,
 )
 from dflash_jax.draft import DFlashDraft, abstract
-from dflash_jax.keys import read_json
+from dflash_jax.gguf_file import GGUFFile, write_gguf
+from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head
+from dflash_jax.keys import decode_json, read_json
+from dflash_jax.quant import Precision, QuantizedLinear
+from dflash_jax.tables import (
+    CONFIDENCE,
+    DSPARK_KEYS,
+    FAMILY_PARTS,
+    MARKOV,
+    MARKOV_IN,
+    MARKOV_OUT,
+    MIXES,
+    Entry,
+    tensor_table,
+)
 
 ASSETS = Path(__file__).parent / "assets"
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
+INTEGERS = ("I8", "U8")
+"""Dtypes that quantised matrices are stored in."""
+GGUF_CONFIG = "dflash.config"
+"""Metadata key of a drafter's config (its JSON text) in a GGUF file."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -57,7 +75,11 @@ class TensorSource(Protocol):
 
     def shape(self, name: str) -> tuple[int, ...]: ...
 
+    def dtype(self, name: str) -> str: ...
+
     def read(self, name: str) -> np.ndarray: ...
+
+    def quantized(self, name: str) -> QuantizedLinear | None: ...
 
 
 class TensorFiles:
@@ -98,8 +120,13 @@ class TensorFiles:
         return set(self._file_of)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape from the header, without reading the data."""
-        return tuple(self._slice(name).get_shape())
+        """Shape from the header, without reading the data; a quantised matrix's own `[out, in]`."""
+        shape, scales = tuple(self._slice(name).get_shape()), name + quant.SCALE
+        if self.dtype(name) == "U8" and scales in self._file_of:
+            blocks = self._slice(scales).get_shape()
+            if len(shape) == len(blocks) == 2:
+                return shape[0], quant.BLOCK * blocks[1]
+        return shape
 
     def dtype(self, name: str) -> str:
         """Dtype from the header in safetensors spelling: "BF16", "F32", "I8", ..."""
@@ -108,6 +135,19 @@ class TensorFiles:
     def read(self, name: str) -> np.ndarray:
         """The tensor as a numpy array (bf16 through ml_dtypes)."""
         return self._handle(self._file_of[name]).get_tensor(name)
+
+    def quantized(self, name: str) -> QuantizedLinear | None:
+        """A quantised matrix, None for any other tensor; ValueError where its scales cannot be."""
+        if self.dtype(name) not in INTEGERS:
+            return None
+        if name + quant.SCALE not in self._file_of:
+            raise ValueError(f"{self.directory}: int8 tensors without scales {name}")
+        values, scales = self.read(name), self.read(name + quant.SCALE)
+        blocks = scales.ndim == 2
+        precision = "int8" if not blocks else "q4_0" if values.dtype == np.uint8 else "q8_0"
+        if precision == "int8" and scales.dtype in FLOATS:
+            scales = scales.astype(np.float32)
+        return quant.check(QuantizedLinear(values, scales, precision), f"{self.directory}: {name}")
 
     def _slice(self, name: str) -> Any:
         handle = self._handle(self._file_of[name])
@@ -118,112 +158,33 @@ class TensorFiles:
         return handle.get_slice(name)
 
 
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One tensor on disk: exact shape, its leaf in the pytree, the leaf's first row it fills, and
-    other names that exports give it.
-    """
-
-    shape: tuple[int, ...]
-    leaf: str
-    start: int = 0
-    aliases: tuple[str, ...] = ()
-
-
-def tensor_table(config: DFlashConfig) -> dict[str, Entry]:
-    """Checkpoint name -> `Entry` for every tensor the config requires.
-
-    11 L + 3 for the backbone, 4 L + 3 more for DFlash2, the heads' own for DSpark.
-    """
-    hidden, q, kv = config.hidden_size, config.q_size, config.kv_size
-    ff, dim = config.intermediate_size, config.head_dim
-    table = {
-        "fc.weight": Entry((hidden, config.tap_size), "fc"),
-        "hidden_norm.weight": Entry((hidden,), "hidden_norm"),
-        "norm.weight": Entry((hidden,), "norm"),
-    }
-    for i in range(config.num_hidden_layers):
-        name, leaf = f"layers.{i}.", f"layers.{i}."
-        table |= {
-            name + "input_layernorm.weight": Entry((hidden,), leaf + "input_norm"),
-            name + "self_attn.q_proj.weight": Entry((q, hidden), leaf + "qkv"),
-            name + "self_attn.k_proj.weight": Entry((kv, hidden), leaf + "qkv", q),
-            name + "self_attn.v_proj.weight": Entry((kv, hidden), leaf + "qkv", q + kv),
-            name + "self_attn.q_norm.weight": Entry((dim,), leaf + "q_norm"),
-            name + "self_attn.k_norm.weight": Entry((dim,), leaf + "k_norm"),
-            name + "self_attn.o_proj.weight": Entry((hidden, q), leaf + "o"),
-            name + "post_attention_layernorm.weight": Entry((hidden,), leaf + "post_norm"),
-            name + "mlp.gate_proj.weight": Entry((ff, hidden), leaf + "gate_up"),
-            name + "mlp.up_proj.weight": Entry((ff, hidden), leaf + "gate_up", ff),
-            name + "mlp.down_proj.weight": Entry((hidden, ff), leaf + "down"),
-        }
-    if config.dflash2 is not None:
-        table |= _dflash2_table(config, config.dflash2)
-    if config.dspark is not None:
-        table |= _dspark_table(config, config.dspark)
-    return table
-
-
-def _dflash2_table(config: DFlashConfig, two: DFlash2Config) -> dict[str, Entry]:
-    hidden, taps, rank = config.hidden_size, two.conv_kernel_size, two.selector_rank
-    rows = 2 * taps * (hidden // two.conv_group_size)
-    table = {
-        SELECTOR + "hidden_projection.weight": Entry((rank, hidden), "dflash2.hidden_projection"),
-    }
-    for side in ("predecessor", "successor"):
-        name, shape = f"{SELECTOR}{side}_codebook", (config.vocabulary, rank)
-        table[name] = Entry(shape, f"dflash2.{side}", aliases=(name + ".weight",))
-    for i in range(config.num_hidden_layers):
-        for conv in ("attention_conv", "mlp_conv"):
-            name = f"layers.{i}.{conv}."
-            table[name + "base_kernel"] = Entry((2, taps, hidden), name + "base_kernel")
-            table[name + "kernel_projection.weight"] = Entry(
-                (rows, hidden), name + "kernel_projection"
-            )
-    return table
-
-
-def _dspark_table(config: DFlashConfig, spark: DSparkConfig) -> dict[str, Entry]:
-    hidden, rank, table = config.hidden_size, spark.markov_rank or 0, {}
-    if rank:
-        for name in ("w1", "w2"):
-            shape = (config.vocabulary, rank)
-            table[f"{MARKOV}markov_{name}.weight"] = Entry(shape, f"markov.{name}")
-    mix = {"gated": (rank, hidden + rank), "rnn": (3 * rank, 2 * rank + hidden)}
-    if rank and spark.markov_head_type in mix:
-        shape, name = mix[spark.markov_head_type], MARKOV + MIXES[spark.markov_head_type]
-        table[name + ".weight"] = Entry(shape, "markov.mix")
-        table[name + ".bias"] = Entry(shape[:1], "markov.mix_bias")
-    if spark.confidence:
-        width = hidden + (rank if spark.confidence_with_markov else 0)
-        table[CONFIDENCE + "weight"] = Entry((1, width), "confidence.weight")
-        table[CONFIDENCE + "bias"] = Entry((1,), "confidence.bias")
-    return table
-
-
-MARKOV, CONFIDENCE, SELECTOR = "markov_head.", "confidence_head.proj.", "candidate_selector."
-MIXES = {"gated": "gate_proj", "rnn": "joint_proj"}
-FAMILY_PARTS = (MARKOV, "confidence_head.", SELECTOR)
-DSPARK_KEYS = {
-    "markov_head_type": "markov_head_type",
-    "markov_rank": "markov_rank",
-    "confidence": "enable_confidence_head",
-    "confidence_with_markov": "confidence_head_with_markov",
-}
-HEAD_TABLE = ("lm_head.weight", "d2t")
-TARGET_COPIES = ("embed_tokens.weight", "lm_head.weight")
+TARGET_COPIES = ("embed_tokens.weight", LM_HEAD)
 """Tensors of the target that some exports carry along: compared with it, then left alone."""
 
 
-def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> DFlashDraft:
-    """Load a drafter directory: `config.json` beside `model.safetensors` (or sharded).
+def load_draft(
+    directory: str | Path,
+    target: Any = None,
+    dtype: Any = None,
+    *,
+    precision: Precision | Literal["float"] | None = None,
+    head_rows: int | None = None,
+    ranks: str | Path | Sequence[int] | None = None,
+) -> DFlashDraft:
+    """Load a drafter: a directory with `config.json` beside `model.safetensors` (or shards).
 
     Args:
-      directory: Hugging Face style, tensors in HF names, bf16, f32 or int8 (see `quant`); or the
-        name of a shipped drafter.
+      directory: Hugging Face style, tensors in HF names, floats or quantised (see `quant`); or a
+        `.gguf` file that `save_draft` wrote; or the name of a shipped drafter.
       target: a loaded target (see `targets.Target`); when given, the drafter is checked against
         it: hidden size, layer count, mask id, and any embedding or head the checkpoint carries.
       dtype: of the loaded weights; default f32 on a CPU, bf16 elsewhere.
+      precision: what the projections are held in (see `quant`): "int8", "q8_0", "q4_0", or "float"
+        for `dtype`. Default: what the config says, else floats. Integers that are stored in the
+        precision that is asked for stay exactly what they are.
+      head_rows, ranks: give the drafter a head over that many of the target's tokens, those first
+        in `ranks` (see `head.draft_ids`); with head_rows the target's vocab_size, a quantised head
+        of the whole vocabulary. Default: the target's head, or the checkpoint's own.
 
     Raises FileNotFoundError or ValueError naming what is missing, left over or misshapen.
 
@@ -231,51 +192,90 @@ def load_draft(directory: str | Path, target: Any = None, dtype: Any = None) -> 
     >>> draft.config.block_size                     # doctest: +SKIP
     16
     """
-    found = survey_draft(directory, target)
-    files, table = found.files, found.table
+    found = survey_draft(directory, target, precision)
+    files, config, table, dtype = found.files, found.config, found.table, compute_dtype(dtype)
     if target is not None:
-        _compare_copies(files, target, skip=() if found.head_rows is None else HEAD_TABLE)
-    leaves = read_leaves(files, table, compute_dtype(dtype))
+        _compare_copies(files, target, skip=table)
+    shapes = found.abstract(dtype)
+    integers = {name: entry for name, entry in table.items() if entry.leaf in _quantized(shapes)}
+    floats = {name: entry for name, entry in table.items() if name not in integers}
+    leaves = read_leaves(files, floats, dtype) | read_quantized(files, integers, config.precision)
     if found.head_rows is not None:
-        leaves["head.lm_head"] = _read_as(files, HEAD_TABLE[0], compute_dtype(dtype))
-        leaves["head.d2t"] = _d2t(files, target)
-    return assemble(found.abstract(dtype), leaves)
+        offsets = leaves["head.d2t"] = read_d2t(files, target)
+        if _spans_target(files, config, found.head_rows):
+            leaves["markov.w2"] = leaves["markov.w2"][offsets + np.arange(found.head_rows)]
+    draft = assemble(shapes, leaves)
+    if head_rows is None and ranks is None:
+        return draft
+    if target is None:
+        raise ValueError("head_rows: expected a target to take the rows from, found none")
+    return trim_head(draft, target, draft_ids(target, head_rows, ranks))
 
 
 class Survey(NamedTuple):
-    """A drafter directory that passed every check but those that read its tensors.
+    """A drafter that passed every check but those that read its tensors.
 
     table: the tensors a drafter is made of, under the names the files use. head_rows: of its own
     reduced head, None where the target's is used. unused: tensors that nothing reads.
     """
 
-    files: TensorFiles
+    files: TensorSource
     config: DFlashConfig
     table: dict[str, Entry]
     head_rows: int | None
     unused: list[str]
 
-    def abstract(self, dtype: Any = None) -> DFlashDraft:
-        """The shapes and dtypes that `load_draft` would load."""
-        return abstract(self.config, compute_dtype(dtype), self.head_rows)
+    def abstract(self, dtype: Any = None, head_rows: int | None = None) -> DFlashDraft:
+        """The shapes and dtypes that `load_draft` would load, with `head_rows` as there."""
+        return abstract(self.config, compute_dtype(dtype), self.head_rows or head_rows)
 
 
-def survey_draft(directory: str | Path, target: Any = None) -> Survey:
-    """Config and census of a drafter directory, from headers alone.
+def survey_draft(directory: str | Path, target: Any = None, precision: str | None = None) -> Survey:
+    """Config and census of a drafter, from headers alone.
 
-    `target` may be an abstract one. Raises as `load_draft` does.
+    `target` may be an abstract one; `precision` as in `load_draft`, which raises the same.
     """
-    directory = draft_directory(directory)
-    files = TensorFiles(directory)
-    token_to_id = getattr(target, "token_to_id", None)
-    config = read_config(directory, token_to_id)
+    precision = quant.resolve_precision(precision)
+    files, config = _open(draft_directory(directory), getattr(target, "token_to_id", None))
+    held = config.precision if precision is None else precision
+    config = dataclasses.replace(config, precision=None if held == quant.FLOAT else held)
     if config.dspark is not None:
         config = dataclasses.replace(config, dspark=_resolve_dspark(files, config.dspark))
     if target is not None:
         target.check_drafter(config)
-    table = _names_on_disk(files, tensor_table(config))
-    head_rows, unused = _census(files, table, config, target)
+    head_rows = own_head_rows(files, config, target)
+    table = _names_on_disk(files, tensor_table(config, head_rows))
+    if _spans_target(files, config, head_rows):
+        shape = (config.vocabulary, table[MARKOV_OUT].shape[1])
+        table[MARKOV_OUT] = dataclasses.replace(table[MARKOV_OUT], shape=shape)
+    unused = _census(files, table, config)
     return Survey(files, config, table, head_rows, unused)
+
+
+def _open(path: Path, token_to_id: Any) -> tuple[TensorSource, DFlashConfig]:
+    """The tensors and the config of a drafter's directory or GGUF file."""
+    if path.is_dir():
+        return TensorFiles(path), read_config(path, token_to_id)
+    file = GGUFFile(path)
+    text = file.metadata.get(GGUF_CONFIG)
+    if not isinstance(text, str):
+        raise ValueError(f"{path}: expected a drafter (metadata {GGUF_CONFIG}), found none")
+    try:
+        return file, parse_config(decode_json(text), token_to_id)
+    except ValueError as error:
+        raise ValueError(f"{path}: {GGUF_CONFIG}: {error}") from None
+
+
+def _quantized(shapes: DFlashDraft) -> set[str]:
+    """Paths of the matrices that an `abstract` tree holds quantised."""
+    return {path.removesuffix(".values") for path, _ in named_leaves(shapes) if ".values" in path}
+
+
+def _spans_target(files: TensorSource, config: DFlashConfig, own_rows: int | None) -> bool:
+    """Whether a Markov output table has a row a token of the target beside a smaller head."""
+    if own_rows is None or MARKOV_OUT not in files.names() or own_rows == config.vocab_size:
+        return False
+    return files.shape(MARKOV_OUT)[0] == config.vocab_size
 
 
 def shipped_drafts() -> list[str]:
@@ -284,45 +284,72 @@ def shipped_drafts() -> list[str]:
 
 
 def draft_directory(name: str | Path) -> Path:
-    """The directory of a drafter: a shipped one's name, or a path.
+    """The directory (or `.gguf` file) of a drafter: a shipped one's name, or a path.
 
     FileNotFoundError names what is shipped where neither is there.
     """
     if str(name) in shipped_drafts():
         return ASSETS / str(name)
-    if str(name) and Path(name).is_dir():
-        return Path(name)
+    path = Path(name)
+    if str(name) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
+        return path
     raise FileNotFoundError(
-        f"drafter: expected a directory or one of {shipped_drafts()}, found {str(name)!r}"
+        f"drafter: expected a directory, a .gguf file or one of {shipped_drafts()}, "
+        f"found {str(name)!r}"
     )
 
 
 def save_draft(draft: DFlashDraft, directory: str | Path, *, storage: str | None = None) -> None:
-    """Save as a Hugging Face style directory that `load_draft` and public loaders read.
+    """Save as a Hugging Face style directory that `load_draft` and public loaders read; or, where
+    the name ends in `.gguf`, as one file of that format (which has no int8 rows).
 
-    storage: None keeps the weights' dtype; "int8" writes matrices as int8 rows with f32 scales
+    storage: None keeps floats' dtype and quantised projections as they are (the config then names
+    their precision); "int8" writes a float drafter's matrices as int8 rows with f32 scales
     (`quant.quantize_rows`), norms as they are.
     """
     if storage not in (None, "int8"):
         raise ValueError(f"storage: expected None or 'int8', found {storage!r}")
-    directory = Path(directory)
+    precision, directory = draft.config.precision, Path(directory)
+    if storage is not None and precision is not None:
+        raise ValueError(f"storage: expected None for a drafter in {precision}, found {storage!r}")
+    tensors = named_tensors(draft)
+    config = json.dumps(config_dict(draft.config), indent=2, sort_keys=True) + "\n"
+    if directory.suffix == ".gguf":
+        if "int8" in (precision, storage):
+            raise ValueError(f"{directory}: expected q8_0, q4_0 or floats in GGUF, found int8 rows")
+        write_gguf(directory, {GGUF_CONFIG: config}, tensors)
+        return
     if (directory / INDEX).exists():
         # Loaders would go by the index, and read what lay there before.
         raise ValueError(f"{directory}: expected no {INDEX} (another checkpoint's), found one")
     directory.mkdir(parents=True, exist_ok=True)
-    leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(draft)}
-    tensors = {}
-    for name, entry in tensor_table(draft.config).items():
-        rows = leaves[entry.leaf][entry.start : entry.start + entry.shape[0]]
-        if storage == "int8" and rows.ndim == 2:
-            tensors[name], tensors[name + quant.SCALE] = quant.quantize_rows(rows)
+    stored = {}
+    for name, tensor in tensors.items():
+        if storage == "int8" and tensor.ndim == 2:
+            tensor = quant.quantize(tensor, "int8")
+        if isinstance(tensor, QuantizedLinear):
+            stored[name], stored[name + quant.SCALE] = tensor.values, tensor.scales
         else:
-            tensors[name] = np.ascontiguousarray(rows)
-    if draft.head is not None:
-        tensors |= {HEAD_TABLE[0]: leaves["head.lm_head"], HEAD_TABLE[1]: leaves["head.d2t"]}
-    config = json.dumps(config_dict(draft.config), indent=2, sort_keys=True) + "\n"
+            stored[name] = np.ascontiguousarray(tensor)
     (directory / "config.json").write_text(config, encoding="utf-8")
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
+
+
+def named_tensors(draft: DFlashDraft) -> dict[str, Any]:
+    """Every tensor of a drafter under its checkpoint name: numpy arrays, and `QuantizedLinear`s of
+    them.
+    """
+    rows = None if draft.head is None else draft.head.d2t.shape[0]
+    leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(draft)}
+    quantised, tensors = _quantized(draft), {}
+    for name, entry in tensor_table(draft.config, rows).items():
+        part = slice(entry.start, entry.start + entry.shape[0])
+        if entry.leaf in quantised:
+            arrays = (leaves[f"{entry.leaf}.{field}"][part] for field in ("values", "scales"))
+            tensors[name] = QuantizedLinear(*arrays, draft.config.precision)
+        else:
+            tensors[name] = leaves[entry.leaf][part]
+    return tensors if rows is None else tensors | {D2T: leaves["head.d2t"]}
 
 
 def read_leaves(
@@ -343,22 +370,36 @@ def read_leaves(
     return leaves
 
 
+def read_quantized(
+    files: TensorSource, table: Mapping[str, Entry], precision: Precision | None
+) -> dict[str, np.ndarray]:
+    """The integers and scales of every leaf that `table` names, a fused leaf's parts row by row.
+
+    Tensors stored in another form are quantised here.
+    """
+    parts: dict[str, list[QuantizedLinear]] = {}
+    for name, entry in sorted(table.items(), key=lambda item: item[1].start):
+        assert precision is not None
+        weight = files.quantized(name)
+        if weight is None or weight.precision != precision:
+            weight = quant.quantize(read_tensor(files, name), precision)
+        parts.setdefault(entry.leaf, []).append(weight)
+    leaves = {}
+    for leaf, weights in parts.items():
+        leaves[leaf + ".values"] = np.concatenate([w.values for w in weights])
+        leaves[leaf + ".scales"] = np.concatenate([w.scales for w in weights])
+    return leaves
+
+
 def read_tensor(files: TensorSource, name: str) -> np.ndarray:
-    """One tensor, dequantised (to bf16, always the same bits) where it is stored as int8."""
-    tensor, scales = files.read(name), name + quant.SCALE
-    if tensor.dtype != np.int8:
+    """One tensor, dequantised (int8 rows to bf16, block formats to f32: always the same bits)."""
+    tensor = files.read(name)
+    weight = files.quantized(name) if tensor.dtype in (np.int8, np.uint8) else None
+    if weight is None:
         return tensor
-    if scales not in files.names():
-        raise ValueError(f"{files.directory}: int8 tensors without scales {name}")
-    scale = files.read(scales)
-    if tensor.ndim != 2 or scale.shape != tensor.shape[:1] or scale.dtype not in FLOATS:
-        raise ValueError(
-            f"{files.directory}: {scales}: expected a float for every row of {list(tensor.shape)}, "
-            f"found {list(scale.shape)} of {scale.dtype}"
-        )
-    if not np.isfinite(scale).all():
-        raise ValueError(f"{files.directory}: {scales}: expected finite numbers, found others")
-    return quant.dequantize_rows(tensor, scale)
+    if weight.precision == "int8":
+        return quant.dequantize_rows(weight.values, weight.scales)
+    return quant.dequantize(weight)
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
@@ -388,7 +429,7 @@ def check_shapes(files: TensorSource, table: Mapping[str, Entry]) -> None:
         raise ValueError(f"{files.directory}: {listing(wrong)}")
 
 
-def _names_on_disk(files: TensorFiles, table: Mapping[str, Entry]) -> dict[str, Entry]:
+def _names_on_disk(files: TensorSource, table: Mapping[str, Entry]) -> dict[str, Entry]:
     """The table under the names this checkpoint uses, where it has a tensor by an alias."""
     names = files.names()
     return {
@@ -397,11 +438,11 @@ def _names_on_disk(files: TensorFiles, table: Mapping[str, Entry]) -> dict[str, 
     }
 
 
-def _resolve_dspark(files: TensorFiles, stated: DSparkConfig) -> DSparkConfig:
+def _resolve_dspark(files: TensorSource, stated: DSparkConfig) -> DSparkConfig:
     """What the tensors say of the heads; ValueError naming both where the config disagrees."""
     names = files.names()
-    w1, weight, norm = MARKOV + "markov_w1.weight", CONFIDENCE + "weight", "norm.weight"
-    rank = files.shape(w1)[1] if w1 in names else 0
+    weight, norm = CONFIDENCE + "weight", "norm.weight"
+    rank = files.shape(MARKOV_IN)[1] if MARKOV_IN in names else 0
     kinds = [kind for kind, mix in MIXES.items() if f"{MARKOV}{mix}.weight" in names]
     if len(kinds) > 1:
         raise ValueError(f"{files.directory}: expected one Markov head, found {kinds}")
@@ -425,16 +466,13 @@ def _resolve_dspark(files: TensorFiles, stated: DSparkConfig) -> DSparkConfig:
     return held
 
 
-def _census(
-    files: TensorFiles, table: Mapping[str, Entry], config: DFlashConfig, target: Any
-) -> tuple[int | None, list[str]]:
+def _census(files: TensorSource, table: Mapping[str, Entry], config: DFlashConfig) -> list[str]:
     """The gate: every required tensor in its exact shape, every tensor in the file consumed.
 
-    Returns the rows of the drafter's own head (None where the target's head is used) and, for a
-    plain DFlash drafter, where they are no error, the tensors left over.
+    Returns, for a plain DFlash drafter, where they are no error, the tensors left over.
     """
     check_shapes(files, table)
-    scales = {name + quant.SCALE for name in table if files.dtype(name) == "I8"}
+    scales = {name + quant.SCALE for name in table if files.dtype(name) in INTEGERS}
     lacking = sorted(scales - files.names())
     if lacking:
         raise ValueError(f"{files.directory}: int8 tensors without scales {listing(lacking)}")
@@ -445,60 +483,15 @@ def _census(
             f"{files.directory}: config.json declares family {config.family!r}, found tensors of "
             f"another {listing(foreign)}"
         )
-    own_head = _own_head(files, config.hidden_size, target)
-    if own_head and config.dspark is not None and config.dspark.markov_rank:
-        raise NotImplementedError(
-            f"{files.directory}: d2t: expected none beside a Markov head, which spans the target's "
-            "vocabulary, found one"
-        )
-    consumed = set(TARGET_COPIES) | (set(HEAD_TABLE) if own_head else set())
-    left = sorted(extra - consumed)
+    left = sorted(extra - {*TARGET_COPIES, *({D2T} if LM_HEAD in table else ())})
     if left and config.family != "dflash":
         raise ValueError(f"{files.directory}: unused tensors {listing(left)}")
     if left:
         warnings.warn(f"{files.directory}: unused tensors {listing(left)}", stacklevel=4)
-    return files.shape(HEAD_TABLE[0])[0] if own_head else None, left
+    return left
 
 
-def _own_head(files: TensorFiles, hidden_size: int, target: Any) -> bool:
-    """Whether the drafter proposes over a smaller vocabulary through its own head and map."""
-    head, d2t = (name in files.names() for name in HEAD_TABLE)
-    if d2t and not head:
-        raise ValueError(f"{files.directory}: d2t without lm_head.weight (the reduced head)")
-    shape = files.shape(HEAD_TABLE[0]) if head else (0, hidden_size)
-    if len(shape) != 2 or shape[1] != hidden_size or (d2t and not shape[0]):
-        raise ValueError(
-            f"{files.directory}: lm_head.weight: expected [rows, {hidden_size}], "
-            f"found {list(shape)}"
-        )
-    rows = shape[0]
-    if d2t and files.shape(HEAD_TABLE[1]) != (rows,):
-        raise ValueError(
-            f"{files.directory}: d2t: expected [{rows}], found {list(files.shape(HEAD_TABLE[1]))}"
-        )
-    if head and not d2t and target is not None and rows < target.vocab_size:
-        raise ValueError(
-            f"{files.directory}: lm_head.weight has {rows} rows, the target {target.vocab_size} "
-            "tokens: expected a d2t map, found none"
-        )
-    return d2t
-
-
-def _d2t(files: TensorFiles, target: Any) -> np.ndarray:
-    """The offsets, int32; ValueError where one leads out of the target's vocabulary."""
-    offsets = files.read(HEAD_TABLE[1])
-    if not np.issubdtype(offsets.dtype, np.integer):
-        raise ValueError(f"{files.directory}: d2t: expected integers, found {offsets.dtype}")
-    ids = offsets.astype(np.int64) + np.arange(len(offsets))
-    vocabulary = None if target is None else target.vocab_size
-    bad = ids[(ids < 0) | (ids >= (ids.max() + 1 if vocabulary is None else vocabulary))]
-    if len(bad):
-        upper = " and up" if vocabulary is None else f"..{vocabulary - 1}"
-        raise ValueError(f"{files.directory}: d2t: expected ids in 0{upper}, found {bad[0]}")
-    return offsets.astype(np.int32)
-
-
-def _compare_copies(files: TensorFiles, target: Any, skip: Iterable[str]) -> None:
+def _compare_copies(files: TensorSource, target: Any, skip: Iterable[str]) -> None:
     """Warn where a copy of the target's tables differs from the target's own, which is used."""
     for name in set(TARGET_COPIES) & files.names() - set(skip):
         own = target.embedding if name == TARGET_COPIES[0] else target.lm_head

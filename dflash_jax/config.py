@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dflash_jax.keys import Keys, names, read_json, table
+from dflash_jax.quant import PRECISIONS, Precision
 
 Family = Literal["dflash", "dspark", "dflash2"]
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -94,6 +95,7 @@ class DFlashConfig:
 
     Per-layer tuples (`layer_causal`, `layer_window`) are already resolved from `layer_types`,
     `is_causal` and `sliding_window`; `layer_window` is None on layers that see everything.
+    `precision` is the format of quantised projections (see `quant`), None for floats.
     """
 
     family: Family
@@ -117,6 +119,7 @@ class DFlashConfig:
     final_logit_softcapping: float | None = None
     dspark: DSparkConfig | None = None
     dflash2: DFlash2Config | None = None
+    precision: Precision | None = None
 
     @property
     def vocabulary(self) -> int:
@@ -251,7 +254,16 @@ def parse_config(
         final_logit_softcapping=cap if cap is not None and cap > 0 else None,
         dspark=_dspark(keys) if family == "dspark" else None,
         dflash2=_dflash2(keys, window, block_size) if family == "dflash2" else None,
+        precision=_precision(keys),
     )
+
+
+def _precision(keys: Keys) -> Precision | None:
+    value = keys.get("weight_precision")
+    if value not in (None, *PRECISIONS):
+        expected = ", ".join(PRECISIONS)
+        raise ValueError(f"weight_precision: expected one of {expected}, found {value!r}")
+    return value
 
 
 def config_dict(config: DFlashConfig) -> dict[str, Any]:
@@ -267,6 +279,7 @@ def config_dict(config: DFlashConfig) -> dict[str, Any]:
         "input_embedding_scale": (config.input_embedding_scale, 1.0),
         "output_multiplier": (config.output_multiplier, 1.0),
         "final_logit_softcapping": (config.final_logit_softcapping, None),
+        "weight_precision": (config.precision, None),
     }
     dflash |= {name: value for name, (value, default) in optional.items() if value != default}
     if config.dflash2 is not None:

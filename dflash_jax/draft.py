@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax import kv as cache
+from dflash_jax import quant
 from dflash_jax.attention import BlockPlace, append_and_attend, block_attention, split_heads
 from dflash_jax.config import DFlashConfig
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
@@ -18,7 +19,10 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, DraftKV
 from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
 from dflash_jax.markov import ConfidenceHead, MarkovHead
+from dflash_jax.quant import QuantizedLinear
 from dflash_jax.selector import DFlash2Head
+
+Matrix = jax.Array | QuantizedLinear
 
 
 @struct.dataclass
@@ -31,38 +35,44 @@ class DFlashLayer:
     """
 
     input_norm: jax.Array
-    qkv: jax.Array
+    qkv: Matrix
     q_norm: jax.Array
     k_norm: jax.Array
-    o: jax.Array
+    o: Matrix
     post_norm: jax.Array
-    gate_up: jax.Array
-    down: jax.Array
+    gate_up: Matrix
+    down: Matrix
     attention_conv: DFlash2Conv | None = None
     mlp_conv: DFlash2Conv | None = None
 
 
 @struct.dataclass
 class DraftHead:
-    """A drafter's own head over a smaller vocabulary.
+    """A drafter's own head, as a rule over a smaller vocabulary (see `head.trim_head`).
 
     lm_head `[V_draft, H]`; d2t `[V_draft]` int32 offsets: target id = draft id + d2t[draft id].
     """
 
-    lm_head: jax.Array
+    lm_head: Matrix
     d2t: jax.Array
+
+    def target_ids(self, ids: jax.Array) -> jax.Array:
+        """Target ids of draft ids."""
+        return ids + self.d2t[ids]
 
 
 @struct.dataclass
 class DFlashDraft:
     """A drafter: config (static), layers, fc `[H, taps * H]`, hidden_norm `[H]`, norm `[H]`.
 
-    `head` is None where the target's lm_head makes the draft logits, which is the usual case.
+    Where `config.precision` names a format, the layers' projections, fc and a head's rows are
+    `QuantizedLinear`s. `head` is None where the target's lm_head makes the draft logits, which is
+    the usual case.
     `markov` and `confidence` are DSpark's, `dflash2` is DFlash2's selector; None elsewhere.
     """
 
     layers: list[DFlashLayer]
-    fc: jax.Array
+    fc: Matrix
     hidden_norm: jax.Array
     norm: jax.Array
     head: DraftHead | None
@@ -74,14 +84,22 @@ class DFlashDraft:
     @property
     def dtype(self) -> jnp.dtype:
         """Compute dtype of activations and cache."""
-        return self.fc.dtype
+        return self.norm.dtype
 
 
 def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = None) -> DFlashDraft:
-    """The drafter's shapes and dtypes: the one source for loading, init, sharding and tests."""
+    """The drafter's shapes and dtypes: the one source for loading, init, sharding and tests.
+
+    `config.precision` says how projections are held. head_rows: of a head of its own.
+    """
 
     def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
+
+    def matrix(rows: int, columns: int) -> jax.ShapeDtypeStruct | QuantizedLinear:
+        if config.precision is None:
+            return array(rows, columns)
+        return quant.abstract(rows, columns, config.precision)
 
     hidden, ff = config.hidden_size, config.intermediate_size
     spark, two = config.dspark, config.dflash2
@@ -95,20 +113,20 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
     def layer() -> DFlashLayer:
         return DFlashLayer(
             input_norm=array(hidden),
-            qkv=array(config.q_size + 2 * config.kv_size, hidden),
+            qkv=matrix(config.q_size + 2 * config.kv_size, hidden),
             q_norm=array(config.head_dim),
             k_norm=array(config.head_dim),
-            o=array(hidden, config.q_size),
+            o=matrix(hidden, config.q_size),
             post_norm=array(hidden),
-            gate_up=array(2 * ff, hidden),
-            down=array(hidden, ff),
+            gate_up=matrix(2 * ff, hidden),
+            down=matrix(hidden, ff),
             attention_conv=conv(),
             mlp_conv=conv(),
         )
 
     head = markov = confidence = selector = None
     if head_rows is not None:
-        head = DraftHead(lm_head=array(head_rows, hidden), d2t=array(head_rows, dtype=jnp.int32))
+        head = DraftHead(lm_head=matrix(head_rows, hidden), d2t=array(head_rows, dtype=jnp.int32))
     if spark is not None and spark.markov_rank:
         vocabulary, rank = config.vocabulary, spark.markov_rank
         mix = {
@@ -119,7 +137,7 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
         shape = mix[spark.markov_head_type]
         markov = MarkovHead(
             w1=array(vocabulary, rank),
-            w2=array(vocabulary, rank),
+            w2=array(head_rows or vocabulary, rank),
             mix=array(*shape) if shape else None,
             mix_bias=array(shape[0]) if shape else None,
             kind=spark.markov_head_type,
@@ -133,7 +151,7 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
         selector = DFlash2Head(array(rank, hidden), codebook, codebook, two.selector_top_k)
     return DFlashDraft(
         layers=[layer() for _ in range(config.num_hidden_layers)],
-        fc=array(hidden, config.tap_size),
+        fc=matrix(hidden, config.tap_size),
         hidden_norm=array(hidden),
         norm=array(hidden),
         head=head,
@@ -189,8 +207,12 @@ def _identity_conv(conv: DFlash2Conv) -> DFlash2Conv:
     return DFlash2Conv(kernel, jnp.zeros_like(conv.kernel_projection))
 
 
-def ctx_features(draft: DFlashDraft, taps: jax.Array) -> jax.Array:
+def ctx_features(
+    draft: DFlashDraft, taps: jax.Array, implementation: Implementation = None
+) -> jax.Array:
     """`hidden_norm(fc(taps))`: target taps `[..., rows, taps * H]` -> features `[..., rows, H]`.
+
+    implementation: of a quantised drafter's products, here and below.
 
     Raises ValueError for taps of another width (a drafter of another target).
     """
@@ -201,7 +223,8 @@ def ctx_features(draft: DFlashDraft, taps: jax.Array) -> jax.Array:
             f"hidden size {draft.config.hidden_size}), found {taps.shape[-1]}"
         )
     with jax.named_scope("ctx_features"):
-        features = linear(taps.astype(draft.dtype), draft.fc)
+        rows = taps.astype(draft.dtype)
+        features = linear(rows, draft.fc, implementation=implementation)
         return rms_norm(features, draft.hidden_norm, draft.config.rms_norm_eps)
 
 
@@ -209,7 +232,7 @@ def forward(
     draft: DFlashDraft, target_hidden: jax.Array, noise_emb: jax.Array, pos: jax.Array
 ) -> jax.Array:
     """`forward_block` over the features of raw taps `target_hidden [..., ctx, taps * H]`."""
-    return forward_block(draft, ctx_features(draft, target_hidden), noise_emb, pos)
+    return forward_block(draft, ctx_features(draft, target_hidden, "xla"), noise_emb, pos)
 
 
 def forward_block(
@@ -257,6 +280,7 @@ def ingest_ctx(
     feats: jax.Array,
     pos_new: jax.Array,
     count: jax.Array | None = None,
+    implementation: Implementation = None,
 ) -> DraftKV:
     """Append context features to the draft KV.
 
@@ -288,7 +312,7 @@ def ingest_ctx(
     new_k, new_v = list(kv.k), list(kv.v)
     for i, layer in enumerate(draft.layers):
         with jax.named_scope(f"ingest_{i}"):
-            k, v = context_kv(config, layer, feats, cos, sin)
+            k, v = context_kv(config, layer, feats, cos, sin, implementation)
             if wide and kv.ring_layers[i]:
                 new_k[i] = cache.gather_rows(kv.k[i], k, order)
                 new_v[i] = cache.gather_rows(kv.v[i], v, order)
@@ -380,15 +404,15 @@ def layer_forward(
     attention, mlp = layer.attention_conv, layer.mlp_conv
     if attention is None or mlp is None:
         h = rms_norm(x, layer.input_norm, eps)
-        x = x + linear(attend(linear(h, layer.qkv)), layer.o)
+        x = x + linear(attend(linear(h, layer.qkv, **choice)), layer.o, **choice)
         h = rms_norm(x, layer.post_norm, eps)
-        return x + swiglu(h, layer.gate_up, layer.down)
+        return x + swiglu(h, layer.gate_up, layer.down, **choice)
     # DFlash2: each sublayer stands between two convolutions.
     h, dyn = d2_conv_prepare(attention, x, norm=layer.input_norm, eps=eps, **choice)
-    out = linear(attend(linear(h, layer.qkv)), layer.o)
+    out = linear(attend(linear(h, layer.qkv, **choice)), layer.o, **choice)
     x = d2_conv_finish(attention, out, dyn, residual=x, **choice)
     h, dyn = d2_conv_prepare(mlp, x, norm=layer.post_norm, eps=eps, **choice)
-    out = swiglu(h, layer.gate_up, layer.down)
+    out = swiglu(h, layer.gate_up, layer.down, **choice)
     return d2_conv_finish(mlp, out, dyn, residual=x, **choice)
 
 
@@ -401,12 +425,17 @@ def block_qkv(
 
 
 def context_kv(
-    config: DFlashConfig, layer: DFlashLayer, feats: jax.Array, cos: jax.Array, sin: jax.Array
+    config: DFlashConfig,
+    layer: DFlashLayer,
+    feats: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    implementation: Implementation = "xla",
 ) -> tuple[jax.Array, jax.Array]:
     """k (normed, roped) and v (raw) `[B, t, kv_heads, D]` of context features `[B, t, H]`.
 
     Features enter every layer as they are: no input norm.
     """
-    projected = linear(feats, layer.qkv[config.q_size :])
+    projected = linear(feats, layer.qkv, first=config.q_size, implementation=implementation)
     k, v = jnp.split(projected.reshape(*projected.shape[:-1], -1, config.head_dim), 2, axis=-2)
     return apply_rope(rms_norm(k, layer.k_norm, config.rms_norm_eps), cos, sin), v

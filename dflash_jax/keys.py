@@ -14,11 +14,23 @@ LARGEST = 2**31 - 1
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError naming the file for anything else."""
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+    except ValueError as error:
         raise ValueError(f"{path}: not JSON ({error})") from None
+    try:
+        return decode_json(text)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def decode_json(text: str) -> dict[str, Any]:
+    """A JSON object from its text; ValueError for anything else."""
+    try:
+        raw = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        raise ValueError(f"expected a JSON object, found {type(raw).__name__}")
     return raw
 
 

@@ -6,14 +6,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from dflash_jax import quant
 from dflash_jax.config import RopeConfig
+from dflash_jax.kernels import Implementation
+from dflash_jax.quant import QuantizedLinear
 
 
-def linear(x: jax.Array, weight: jax.Array, dtype: jnp.dtype | None = None) -> jax.Array:
+def linear(
+    x: jax.Array,
+    weight: jax.Array | QuantizedLinear,
+    dtype: jnp.dtype | None = None,
+    *,
+    first: int = 0,
+    implementation: Implementation = None,
+) -> jax.Array:
     """`x [..., in] @ weight[out, in].T`: weights keep the checkpoints' own orientation.
 
-    Products accumulate in f32 on every backend; the result has `dtype`, by default x's.
+    Products accumulate in f32 on every backend; the result has `dtype`, by default x's. first: the
+    row of `weight` to begin with. implementation: of a quantised weight's product, see
+    `quant.project`; any other is XLA's.
     """
+    if isinstance(weight, QuantizedLinear):
+        return quant.project(x, weight, dtype, first=first, implementation=implementation)
+    weight = weight[first:] if first else weight
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
 
@@ -25,10 +40,16 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x.dtype) * weight
 
 
-def swiglu(x: jax.Array, gate_up: jax.Array, down: jax.Array) -> jax.Array:
+def swiglu(
+    x: jax.Array,
+    gate_up: jax.Array | QuantizedLinear,
+    down: jax.Array | QuantizedLinear,
+    implementation: Implementation = None,
+) -> jax.Array:
     """`down(silu(gate x) * (up x))`; `gate_up [2F, H]` holds the gate rows, then the up rows."""
-    gate, up = jnp.split(linear(x, gate_up), 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down)
+    rows = linear(x, gate_up, implementation=implementation)
+    gate, up = jnp.split(rows, 2, axis=-1)
+    return linear(jax.nn.silu(gate) * up, down, implementation=implementation)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

@@ -122,7 +122,8 @@ def prefill_chunk(
     out, state = target.forward(state, ids, taps, implementation)
     state = target.commit(state, count)
     if draft is not None:
-        kv = ingest_ctx(draft, kv, ctx_features(draft, out.taps), pos, count)
+        feats = ctx_features(draft, out.taps, implementation)
+        kv = ingest_ctx(draft, kv, feats, pos, count, implementation)
     index = jnp.maximum(count - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(out.hidden, index, axis=1)[:, 0]
     return Caches(state, kv, jnp.where((count > 0)[:, None], newest, last))

@@ -5,6 +5,7 @@ Everything here is for one sequence; batches are vmapped.
 Source: SpecForge `modeling/draft/dspark.py`.
 """
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,11 +18,12 @@ from dflash_jax.sampling import Filters, draw, filtered_probs
 
 @struct.dataclass
 class MarkovHead:
-    """w1, w2 `[V, r]`; gated and rnn heads add `mix` (weight, bias).
+    """w1 `[V, r]`, w2 `[V_draft, r]`; gated and rnn heads add `mix` (weight, bias).
 
     vanilla: bias = W2 W1[prev]. gated: mix `[r, H + r]` gates the embedding by the hidden row.
     rnn: mix `[3 r, 2 r + H]` makes gate, candidate and output of a state that starts at zero in
-    every block.
+    every block. Any token of the target may come before a slot, so w1 has a row for each; w2 has
+    one for each that may be drafted: beside a head over a smaller vocabulary, that head's rows.
     """
 
     w1: jax.Array
@@ -44,13 +46,21 @@ class ConfidenceHead:
 
 
 class Chain(NamedTuple):
-    """A drawn block: tokens `[nd]`, the token before each `[nd]`, and the law q `[nd, V]` of each
-    (None along a greedy chain, whose law is one-hot).
+    """A drawn block: tokens `[nd]`, the token before each `[nd]`, the probability `[nd]` that each
+    had, and its law q `[nd, V_draft]` (None along a greedy chain, whose law is one-hot).
     """
 
     tokens: jax.Array
     previous: jax.Array
+    q_chosen: jax.Array
     q_rows: jax.Array | None
+
+
+TargetIds = Callable[[jax.Array], jax.Array]
+
+
+def _same(ids: jax.Array) -> jax.Array:
+    return ids
 
 
 def markov_state(markov: MarkovHead) -> jax.Array:
@@ -61,7 +71,7 @@ def markov_state(markov: MarkovHead) -> jax.Array:
 def markov_bias(
     markov: MarkovHead, prev: jax.Array, hidden: jax.Array, state: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Bias `[V]` (f32) on the logits of the slot after token `prev`, and the next state `[r]`.
+    """Bias `[V_draft]` (f32) on the logits of the slot after `prev`, and the next state `[r]`.
 
     hidden: the slot's own row `[H]`. Only the rnn head uses and changes the state.
     """
@@ -92,20 +102,27 @@ def _mix(markov: MarkovHead, x: jax.Array) -> jax.Array:
 
 
 def dspark_chain_greedy(
-    markov: MarkovHead, base_logits: jax.Array, hidden: jax.Array, anchor: jax.Array
+    markov: MarkovHead,
+    base_logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    target_ids: TargetIds = _same,
 ) -> Chain:
-    """The greedy chain over `base_logits [nd, V]`, `hidden [nd, H]`; ties to the lower id."""
+    """The greedy chain over `base_logits [nd, V_draft]`, `hidden [nd, H]`; ties to the lower id.
+
+    target_ids: target id of a draft id, where the two vocabularies differ.
+    """
 
     def step(carry, slot):
         prev, state = carry
         logits, row = slot
         bias, state = markov_bias(markov, prev, row, state)
-        token = jnp.argmax(logits + bias).astype(jnp.int32)
+        token = target_ids(jnp.argmax(logits + bias).astype(jnp.int32))
         return (token, state), (token, prev)
 
     start = (jnp.asarray(anchor, jnp.int32), markov_state(markov))
     tokens, previous = jax.lax.scan(step, start, (base_logits, hidden))[1]
-    return Chain(tokens, previous, None)
+    return Chain(tokens, previous, jnp.ones(tokens.shape, jnp.float32), None)
 
 
 def dspark_chain_sampled(
@@ -115,10 +132,12 @@ def dspark_chain_sampled(
     anchor: jax.Array,
     filters: Filters,
     uniforms: jax.Array,
+    target_ids: TargetIds = _same,
 ) -> Chain:
     """A chain drawn slot by slot from each corrected row's own filtered softmax.
 
-    uniforms `[nd]` in [0, 1). Greedy where the filters' temperature is at the greedy threshold.
+    target_ids: as in `dspark_chain_greedy`. uniforms `[nd]` in [0, 1). Greedy where the filters'
+    temperature is at the greedy threshold.
     """
 
     def step(carry, slot):
@@ -126,8 +145,9 @@ def dspark_chain_sampled(
         logits, row, u = slot
         bias, state = markov_bias(markov, prev, row, state)
         q = filtered_probs(logits + bias, filters)
-        token = draw(q, u)
-        return (token, state), Chain(token, prev, q)
+        drawn = draw(q, u)
+        token = target_ids(drawn)
+        return (token, state), Chain(token, prev, q[drawn], q)
 
     start = (jnp.asarray(anchor, jnp.int32), markov_state(markov))
     return jax.lax.scan(step, start, (base_logits, hidden, uniforms))[1]
@@ -136,7 +156,7 @@ def dspark_chain_sampled(
 def teacher_logits(
     markov: MarkovHead, base_logits: jax.Array, hidden: jax.Array, previous: jax.Array
 ) -> jax.Array:
-    """Corrected logits `[nd, V]` where the token before each slot is given: `previous [nd]`."""
+    """Corrected logits `[nd, V_draft]` where the tokens before the slots are given: `[nd]`."""
 
     def step(state, slot):
         features, state = markov_features(markov, *slot, state)

@@ -40,16 +40,20 @@ class Proposal:
     raws: jax.Array | None = None
 
 
-def draft_logits(target: Target, draft: DFlashDraft, hidden: jax.Array) -> jax.Array:
+def draft_logits(
+    target: Target, draft: DFlashDraft, hidden: jax.Array, implementation: Implementation = None
+) -> jax.Array:
     """Draft rows `[..., H]` -> f32 logits `[..., V]`, by the target's head or the drafter's own.
 
+    implementation: of a quantised head, see `quant.project`.
     The output multiplier comes first, the soft cap second; both touch draft logits only. Entries
     that may never be chosen (finfo.min) stay that.
     """
     if draft.head is None:
         logits = target.logits(hidden)
     else:
-        logits = linear(hidden, draft.head.lm_head, dtype=jnp.float32)
+        head = draft.head.lm_head
+        logits = linear(hidden, head, jnp.float32, implementation=implementation)
     multiplier, cap = draft.config.output_multiplier, draft.config.final_logit_softcapping
     if multiplier == 1.0 and cap is None:
         return logits
@@ -174,27 +178,30 @@ def _propose_rows(draft, logits, filters, uniforms, row_draws, implementation) -
     dense = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, filters)
     ids = jax.vmap(jax.vmap(draw))(dense, uniforms)
     q_chosen = jnp.take_along_axis(dense, ids[..., None], axis=-1)[..., 0]
-    tokens = _target_ids(draft, ids)
+    return _with_law(draft, Proposal(_target_ids(draft, ids), q_chosen, fault), dense)
+
+
+def _with_law(draft, proposal: Proposal, dense: jax.Array) -> Proposal:
+    """The proposal with its law `[B, nd, V_draft]`; a reduced vocabulary's is sparse over V."""
     if draft.head is None:
-        return Proposal(tokens, q_chosen, fault, q_dense=dense)
-    # A reduced vocabulary: its law is sparse over the target's.
+        return proposal.replace(q_dense=dense)
     every = _target_ids(draft, jnp.arange(dense.shape[-1]))
-    return Proposal(
-        tokens, q_chosen, fault, cand=jnp.broadcast_to(every, dense.shape), q_rows=dense
-    )
+    return proposal.replace(cand=jnp.broadcast_to(every, dense.shape), q_rows=dense)
 
 
 def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal:
     """DSpark: each slot's logits corrected by the token before it."""
     fault = first_fault(logits)
+    names = {"target_ids": partial(_target_ids, draft)}
     if filters is None:
-        walk = jax.vmap(markov.dspark_chain_greedy, in_axes=(None, 0, 0, 0))
+        walk = partial(markov.dspark_chain_greedy, **names)
+        walk = jax.vmap(walk, in_axes=(None, 0, 0, 0))
         chain = walk(draft.markov, logits, hidden, anchor)
-        return Proposal(chain.tokens, jnp.ones(chain.tokens.shape, jnp.float32), fault)
-    walk = jax.vmap(markov.dspark_chain_sampled, in_axes=(None, 0, 0, 0, 0, 0))
+        return Proposal(chain.tokens, chain.q_chosen, fault)
+    walk = partial(markov.dspark_chain_sampled, **names)
+    walk = jax.vmap(walk, in_axes=(None, 0, 0, 0, 0, 0))
     chain = walk(draft.markov, logits, hidden, anchor, filters, uniforms)
-    q_chosen = jnp.take_along_axis(chain.q_rows, chain.tokens[..., None], axis=-1)[..., 0]
-    return Proposal(chain.tokens, q_chosen, fault, q_dense=chain.q_rows)
+    return _with_law(draft, Proposal(chain.tokens, chain.q_chosen, fault), chain.q_rows)
 
 
 def _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementation) -> Proposal:
@@ -217,4 +224,4 @@ def _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementati
 
 
 def _target_ids(draft: DFlashDraft, ids: jax.Array) -> jax.Array:
-    return ids if draft.head is None else ids + draft.head.d2t[ids]
+    return ids if draft.head is None else draft.head.target_ids(ids)

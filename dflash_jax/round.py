@@ -103,7 +103,7 @@ def propose_block(
     first, count = plan.harvest.first_row, plan.verify_width - 1
     rows = hidden[:, first : first + count]
     with jax.named_scope("propose"):
-        logits = draft_logits(target, draft, rows)
+        logits = draft_logits(target, draft, rows, plan.implementation)
         filters = uniforms = None
         if plan.sampled:
             filters = state.sampler.filters
@@ -182,7 +182,8 @@ def spec_round(
         target_state = target.commit(out.state, gain)
         if draft is not None:
             pos = start[:, None] + jnp.arange(cand.shape[1])
-            kv = ingest_ctx(draft, kv, ctx_features(draft, out.taps), pos, gain)
+            feats = ctx_features(draft, out.taps, plan.implementation)
+            kv = ingest_ctx(draft, kv, feats, pos, gain, plan.implementation)
     state = _record(state, decision.tokens, out.logits, gain, width, live)
     draft_fault, target_fault = _faults(proposal, out.logits, gain, live)
     return state.replace(

@@ -362,7 +362,12 @@ def _parts(draft: DFlashDraft) -> DFlashDraft:
 
 
 def start_training(draft: DFlashDraft, recipe: Recipe) -> TrainState:
-    """The state before step 0, its weights in f32."""
+    """The state before step 0, its weights in f32. ValueError for a quantised drafter."""
+    if draft.config.precision is not None:
+        raise ValueError(
+            f"draft: expected float weights to train, found precision {draft.config.precision!r} "
+            "(load it with precision 'float')"
+        )
     # Copies: a step donates the state, so it may share no buffer with anything else.
     master, ema = (jax.tree.map(jnp.copy, cast(draft, jnp.float32)) for _ in range(2))
     opt_state = make_optimizer(recipe).init(master.replace(head=None))
