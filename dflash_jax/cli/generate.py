@@ -16,6 +16,7 @@ from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.quant import FLOAT
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession, generate
 from dflash_jax.targets.loading import LoadedTarget
@@ -276,6 +277,8 @@ def _report(
         "lossless": None,
         "speedup": None,
         "family": None if draft is None else draft.config.family,
+        "draft_precision": None if draft is None else draft.config.precision or FLOAT,
+        "draft_head_rows": draft.head.d2t.shape[0] if draft and draft.head else None,
         "target": loaded.name,
         "dtype": str(loaded.target.embedding.dtype),
         "device": f"{device.platform}: {device.device_kind}",

@@ -5,6 +5,8 @@ from typing import Any
 
 from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts, survey_draft
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.head import draft_ids
+from dflash_jax.quant import FLOAT, PRECISIONS
 from dflash_jax.targets.dense import DenseTarget
 from dflash_jax.targets.loading import DEFAULT_TARGET, LoadedTarget, abstract_target, load_target
 
@@ -13,7 +15,7 @@ DEFAULT_DRAFT = "dspark"
 
 
 def add_models(parser: Any) -> None:
-    """Add --target, --draft and --dtype."""
+    """Add --target, --draft, --dtype and what a drafter is loaded as."""
     parser.add_argument(
         "--target",
         default=DEFAULT_TARGET,
@@ -22,9 +24,25 @@ def add_models(parser: Any) -> None:
     )
     parser.add_argument(
         "--draft",
-        metavar="NAME|DIR|none",
-        help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory, or none to "
-        f"decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT})",
+        metavar="NAME|DIR|FILE.gguf|none",
+        help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory or file, or "
+        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT})",
+    )
+    parser.add_argument(
+        "--draft-precision",
+        choices=(FLOAT, *PRECISIONS),
+        help="of the drafter's projections (default: what its config says, else floats)",
+    )
+    parser.add_argument(
+        "--draft-head-rows",
+        metavar="N|all",
+        help="draft only N tokens, through a head of the drafter's own (all: the whole vocabulary, "
+        "in the drafter's precision)",
+    )
+    parser.add_argument(
+        "--ranks",
+        metavar="FILE",
+        help="which tokens those are: ids, frequent first, .npy or one a line (default: by id)",
     )
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
@@ -36,7 +54,23 @@ def draft_name(args: argparse.Namespace) -> str | None:
     if args.draft is None and args.target != DEFAULT_TARGET:
         raise ValueError(f"--draft: expected a drafter for {args.target}, found none given")
     name = DEFAULT_DRAFT if args.draft is None else args.draft
-    return None if name == "none" else name
+    if name != "none":
+        return name
+    for option in ("draft_precision", "draft_head_rows", "ranks"):
+        if getattr(args, option) is not None:
+            flag = "--" + option.replace("_", "-")
+            raise ValueError(f"{flag}: expected a drafter to apply it to, found --draft none")
+    return None
+
+
+def head_rows(args: argparse.Namespace, target: Any) -> int | None:
+    """--draft-head-rows as a number of the target's tokens."""
+    rows = args.draft_head_rows
+    if rows is None or rows == "all":
+        return None if rows is None else target.vocab_size
+    if not rows.isdecimal() or len(rows) > 9:
+        raise ValueError(f"--draft-head-rows: expected a number or all, found {rows!r}")
+    return int(rows)
 
 
 def load_models(args: argparse.Namespace) -> tuple[LoadedTarget, DFlashDraft | None]:
@@ -44,10 +78,24 @@ def load_models(args: argparse.Namespace) -> tuple[LoadedTarget, DFlashDraft | N
     loaded, name = load_target(args.target, args.dtype), draft_name(args)
     if name is None:
         return loaded, None
-    return loaded, load_draft(draft_directory(name), loaded.target, args.dtype)
+    draft = load_draft(
+        draft_directory(name),
+        loaded.target,
+        args.dtype,
+        precision=args.draft_precision,
+        head_rows=head_rows(args, loaded.target),
+        ranks=args.ranks,
+    )
+    return loaded, draft
 
 
 def abstract_models(args: argparse.Namespace) -> tuple[DenseTarget, DFlashDraft | None]:
     """Shapes and dtypes of both: no weights are read."""
     target, name = abstract_target(args.target, args.dtype), draft_name(args)
-    return target, None if name is None else survey_draft(name, target).abstract(args.dtype)
+    if name is None:
+        return target, None
+    rows = head_rows(args, target)
+    if rows is not None or args.ranks is not None:
+        rows = len(draft_ids(target, rows, args.ranks))
+    found = survey_draft(name, target, args.draft_precision)
+    return target, found.abstract(args.dtype, rows)
