@@ -113,7 +113,9 @@ def quantize(weight: np.ndarray, precision: Precision) -> QuantizedLinear:
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:
-    return np.divide(1, scales, out=np.zeros_like(scales), where=scales != 0)[..., None]
+    """1 / scale, 0 where that is no f32 (an f16 scale is 0 long before)."""
+    ordinary = np.abs(scales) >= np.finfo(np.float32).tiny
+    return np.divide(1, scales, out=np.zeros_like(scales), where=ordinary)[..., None]
 
 
 def _quantize_q8_0(blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

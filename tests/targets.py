@@ -55,6 +55,10 @@ class TableTarget:
     def vocab_size(self) -> int:
         return self.table.shape[0]
 
+    @property
+    def lm_head(self) -> jax.Array:
+        return self.head.T
+
     def check_drafter(self, config: DFlashConfig) -> None:
         check_against_target(
             config,

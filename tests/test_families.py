@@ -421,13 +421,20 @@ def test_tables_of_another_vocabulary_are_refused(family):
         tiny_target().check_drafter(config)
 
 
-def test_a_map_beside_a_markov_head_is_refused(copy):
+@pytest.mark.parametrize("whole", [True, False], ids=["whole table", "rows of the head"])
+def test_a_markov_output_table_beside_a_map_may_span_either_vocabulary(whole, copy):
+    ids = np.arange(8) * 3 + 1
+
     def reduce(tensors):
         tensors["lm_head.weight"] = np.zeros((8, 128), np.float32)
-        tensors["d2t"] = np.zeros((8,), np.int32)
+        tensors["d2t"] = (ids - np.arange(8)).astype(np.int32)
+        table = tensors["markov_head.markov_w2.weight"]
+        tensors["markov_head.markov_w2.weight"] = table if whole else table[ids]
 
-    with pytest.raises(NotImplementedError, match="d2t: expected none beside a Markov head"):
-        load_draft(copy("dspark", tensors=reduce))
+    target, draft = trained("dspark")
+    loaded = load_draft(copy("dspark", tensors=reduce), target, dtype=F32)
+    np.testing.assert_array_equal(loaded.markov.w2, draft.markov.w2[ids])
+    np.testing.assert_array_equal(loaded.markov.w1, draft.markov.w1)
 
 
 def test_a_dflash2_drafter_may_have_a_trimmed_head(copy):
