@@ -23,6 +23,7 @@ from dflash_jax.config import (
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, DraftKV, Slots
+from dflash_jax.quant import QuantizedLinear
 from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.targets import dense
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget
@@ -206,9 +207,14 @@ def random_target(config: DecoderConfig, dtype: Any) -> DenseTarget:
     return random_tree(dense.abstract(config, dtype), random_keys(0))
 
 
-def random_draft(config: DFlashConfig, dtype: Any) -> DFlashDraft:
-    """A drafter of random weights, its codebooks large enough to change the choice of a path."""
-    draft = random_tree(drafter.abstract(config, dtype), random_keys(1))
+def random_draft(config: DFlashConfig, dtype: Any, head_rows: int | None = None) -> DFlashDraft:
+    """A drafter of random weights, its codebooks large enough to change the choice of a path.
+
+    config.precision: of its projections. head_rows: of a head of its own, over the first tokens.
+    """
+    draft = random_tree(drafter.abstract(config, dtype, head_rows), random_keys(1))
+    if draft.head is not None:
+        draft = draft.replace(head=draft.head.replace(d2t=jnp.zeros_like(draft.head.d2t)))
     if draft.dflash2 is None:
         return draft
     head = draft.dflash2
@@ -295,14 +301,21 @@ def random_keys(stream: int) -> Iterator[jax.Array]:
 
 
 def random_tree(shapes: Any, keys: Iterator[jax.Array]) -> Any:
-    """Arrays for an `abstract` tree, leaf by leaf: matrices normal(0, 0.02), norms one."""
+    """Arrays for an `abstract` tree, leaf by leaf: matrices normal(0, 0.02), norms one; quantised
+    ones uniform, of that deviation.
+    """
 
-    def leaf(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    def leaf(shape: jax.ShapeDtypeStruct | QuantizedLinear) -> Any:
+        if isinstance(shape, QuantizedLinear):
+            values, scales = shape.values, shape.scales
+            bits = jax.random.bits(next(keys), values.shape, jnp.uint8).astype(values.dtype)
+            unit = 0.02 * 12**0.5 / (16 if shape.precision == "q4_0" else 256)
+            return shape.replace(values=bits, scales=jnp.full(scales.shape, unit, scales.dtype))
         if len(shape.shape) == 1:
             return jnp.ones(shape.shape, shape.dtype)
         return normal(next(keys), shape.shape, shape.dtype, 0.02)
 
-    return jax.tree.map(leaf, shapes)
+    return jax.tree.map(leaf, shapes, is_leaf=lambda x: isinstance(x, QuantizedLinear))
 
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))

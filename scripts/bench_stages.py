@@ -202,8 +202,9 @@ def floor_bytes(work: Workload) -> dict[str, int]:
     context = context_bytes(work, draft.config)
     block = nbytes((draft.layers, draft.norm)) + context
     features = nbytes((draft.fc, draft.hidden_norm))
-    key_value_rows = 2 * draft.config.kv_size * draft.config.hidden_size * draft.dtype.itemsize
-    projections = len(draft.layers) * key_value_rows + nbytes([x.k_norm for x in draft.layers])
+    share = 2 * draft.config.kv_size / (draft.config.q_size + 2 * draft.config.kv_size)
+    projections = int(share * nbytes([x.qkv for x in draft.layers]))
+    projections += nbytes([x.k_norm for x in draft.layers])
     target_context = context_bytes(work, target.config)
     step = nbytes((target.layers, target.norm, target.lm_head)) + target_context
     whole = block + head + selection + features + step
