@@ -294,7 +294,7 @@ def draft_directory(name: str | Path) -> Path:
     if str(name) and (path.is_dir() or (path.suffix == ".gguf" and path.is_file())):
         return path
     raise FileNotFoundError(
-        f"drafter: expected a directory, a .gguf file or one of {shipped_drafts()}, "
+        f"drafter: expected a directory or one of {shipped_drafts()} or a .gguf file, "
         f"found {str(name)!r}"
     )
 

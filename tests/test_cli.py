@@ -364,6 +364,82 @@ def test_export_needs_a_drafter_and_a_directory(tmp_path, capsys):
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("d", ["--precision", "int8"]),
+        ("d.gguf", ["--precision", "q4_0", "--format", "gguf"]),
+        ("d.gguf", ["--precision", "q8_0", "--head-rows", "20", *TARGET]),
+    ],
+)
+def test_export_in_other_precisions_and_with_a_smaller_head(name, options, tmp_path, capsys):
+    out = tmp_path / name
+    assert main(["export", "--draft", str(TINY / "dspark"), "--out", str(out), *options]) == 0
+    assert f"dspark drafter, {options[1]}" in capsys.readouterr().out
+    draft = load_draft(out, trained("dspark")[0])
+    assert draft.config.precision == options[1]
+    assert (draft.head is not None) == ("--head-rows" in options)
+    # And back to what others read.
+    again = tmp_path / "again"
+    assert main(["export", "--draft", str(out), "--out", str(again)]) == 0
+    assert load_draft(again).config.precision is None
+    tensors = load_file(again / "model.safetensors")
+    assert {t.dtype.name for n, t in tensors.items() if n != "d2t"} == {"bfloat16"}
+
+
+def test_export_counts_a_corpus(tmp_path, capsys):
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text(json.dumps({"prompt_ids": [7, 7, 9, 4, 4, 4]}))
+    arguments = ["export", "--draft", str(TINY / "dflash"), "--out", str(tmp_path / "d"), *TARGET]
+    assert main([*arguments, "--head-rows", "2", "--corpus", str(corpus)]) == 0
+    assert "a head of 2 rows" in capsys.readouterr().out
+    draft = load_draft(tmp_path / "d", trained("dflash")[0])
+    assert draft.head.target_ids(np.arange(2)).tolist() == [4, 7]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--format", "gguf"], "--format gguf: expected --out to name one"),
+        (["--ranks", "a", "--corpus", "b"], "--ranks: expected without --corpus"),
+        (["--ranks", "nowhere.npy", *TARGET], "ranks: expected a file nowhere.npy"),
+        (
+            ["--head-rows", "1000", *TARGET],
+            "head_rows: expected 1..264 (ids there are), found 1000",
+        ),
+        (["--precision", "q5_0"], "invalid choice: 'q5_0'"),
+    ],
+)
+def test_what_export_refuses(options, message, tmp_path, capsys):
+    out = ["--out", str(tmp_path / "d")]
+    assert main(["export", "--draft", str(TINY / "dflash"), *out, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_a_drafter_is_quantised_and_trimmed_as_it_loads(cli):
+    report = json.loads(
+        cli("--json", "--draft-precision", "q8_0", "--draft-head-rows", 200, draft="dflash2")
+    )
+    assert (report["draft_precision"], report["draft_head_rows"]) == ("q8_0", 200)
+    plain = generate(trained("dflash2")[0], None, PROMPT, COUNT)
+    assert report["token_ids"] == plain.token_ids
+
+
+@pytest.mark.parametrize(
+    ("options", "draft", "message"),
+    [
+        (("--draft-head-rows", "few"), "dflash", "--draft-head-rows: expected a number or all"),
+        (("--draft-head-rows", 7), "dflash2", "at least selector_top_k 8 candidates, found 7"),
+        (("--ranks", "x"), "none", "--ranks: expected a drafter to apply it to"),
+        (("--draft-precision", "int8"), "none", "--draft-precision: expected a drafter"),
+    ],
+)
+def test_what_a_drafter_cannot_be_loaded_as(refused, options, draft, message):
+    assert message in refused(*options, draft=draft)
+
+
 # --- the parser -----------------------------------------------------------------------------------
 
 

@@ -12,7 +12,8 @@ from targets import F32, sliding_pair, table_target
 from dflash_jax import SamplingParams, SpecSession, loop, plan
 from dflash_jax import draft as drafter
 from dflash_jax.checkpoint import survey_draft
-from dflash_jax.cli import main
+from dflash_jax.cli import main, make_parser
+from dflash_jax.cli.models import abstract_models, load_models
 from dflash_jax.config import DFlashConfig, DSparkConfig, RopeConfig
 from dflash_jax.targets import dense
 from dflash_jax.targets.loading import abstract_target
@@ -210,6 +211,17 @@ def test_abstract_models_have_the_shapes_of_the_loaded_ones(family):
         assert jax.tree.structure(ours) == jax.tree.structure(loaded)
         shapes = [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(ours)]
         assert shapes == [(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(loaded)]
+
+
+@pytest.mark.parametrize("rows", ["all", "40"])
+def test_abstract_quantised_and_trimmed_drafters_have_the_shapes_of_the_loaded_ones(rows):
+    options = ["--draft-precision", "q4_0", "--draft-head-rows", rows]
+    arguments = ["generate", "1", "--target", str(ORACLES / "tiny" / "target"), *options]
+    args = make_parser().parse_args([*arguments, "--draft", str(ORACLES / "tiny" / "dspark")])
+    loaded, shapes = load_models(args)[1], abstract_models(args)[1]
+    assert jax.tree.structure(shapes) == jax.tree.structure(loaded)
+    for ours, leaf in zip(jax.tree.leaves(shapes), jax.tree.leaves(loaded), strict=True):
+        assert (ours.shape, ours.dtype) == (leaf.shape, leaf.dtype)
 
 
 def test_a_drafter_of_another_target_is_refused_from_headers_alone():
