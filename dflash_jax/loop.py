@@ -14,9 +14,10 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV
 from dflash_jax.propose import first_fault
 from dflash_jax.round import DecodeState, RoundPlan, spec_round
-from dflash_jax.sampling import Sampler, shaped_logits
+from dflash_jax.sampling import Sampler, SamplingParams, make_sampler, shaped_logits
 from dflash_jax.targets import Target
 from dflash_jax.verify import decide_sampled
+from dflash_jax.window import Meter
 
 CHUNKS = (16, 64, 256)
 """Widths of a prompt chunk; a prompt runs in the widest that fits, its tail padded."""
@@ -129,6 +130,32 @@ def prefill_chunk(
     return Caches(state, kv, jnp.where((count > 0)[:, None], newest, last))
 
 
+def sampling_state(
+    target: Target,
+    plan: RoundPlan,
+    params: Sequence[SamplingParams],
+    contexts: Sequence[Sequence[int]],
+    penalised: bool = False,
+    biased: bool = False,
+) -> tuple[Sampler | None, jax.Array | None]:
+    """The device form of the requests' sampling, and their history where penalties need it.
+
+    penalised, biased: make room for penalties and biases even where no request has any.
+    """
+    penalised = penalised or any(p.penalised for p in params)
+    biased = biased or any(p.logit_bias for p in params)
+    if not (plan.sampled or penalised or biased):
+        return None, None
+    row = jax.eval_shape(lambda t: t.logits(t.embed(jnp.zeros((1, 1), jnp.int32))), target)
+    sampler = make_sampler(params, target.vocab_size, row.shape[-1], penalised, biased)
+    if not penalised:
+        return sampler, None
+    history = np.zeros((len(params), plan.capacity + 1 + plan.verify_width), np.int32)
+    for b, context in enumerate(contexts):
+        history[b, : len(context)] = context
+    return sampler, jnp.asarray(history)
+
+
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state", "kv", "history"))
 def start(
     target: Target,
@@ -141,10 +168,12 @@ def start(
     sampler: Sampler | None,
     history: jax.Array | None,
     plan: RoundPlan,
+    meter: Meter | None = None,
 ) -> DecodeState:
     """Emit the first token (the prompt's own next token) and open the books of a generation.
 
-    history `[B, capacity + 1 + w]`: the prompts, where penalties need them.
+    stop_ids: `[B, n]`, or `[n]` for all sequences. history `[B, capacity + 1 + w]`: the prompts,
+    where penalties need them. meter: for the policy `cost`.
     """
     raw = target.logits(last)[:, None]
     logits = raw if sampler is None else shaped_logits(sampler, raw, history, state.len)
@@ -165,7 +194,8 @@ def start(
         first = jnp.take_along_axis(jax.nn.log_softmax(raw[:, 0], axis=-1), anchor[:, None], axis=1)
         logprobs = jnp.zeros((batch, width), jnp.float32).at[:, :1].set(first)
     fault = first_fault(raw)
-    finished = (anchor[:, None] == stop_ids).any(-1) | (budget <= 1) | (state.len >= plan.capacity)
+    stopped = (anchor[:, None] == jnp.atleast_2d(stop_ids)).any(-1)
+    finished = stopped | (budget <= 1) | (state.len >= plan.capacity)
     return DecodeState(
         target=state,
         draft=kv,
@@ -185,6 +215,7 @@ def start(
         sampler=sampler,
         history=history,
         logprobs=logprobs,
+        meter=meter,
     )
 
 
@@ -196,8 +227,10 @@ def decode(
     stop_ids: jax.Array,
     max_rounds: jax.Array,
     plan: RoundPlan,
+    idle: jax.Array | None = None,
 ) -> DecodeState:
-    """At most `max_rounds` rounds on the device, ending early once every sequence is done.
+    """At most `max_rounds` rounds on the device, ending early once every sequence is done, or more
+    than `idle []` of them.
 
     A whole generation is one call with a large `max_rounds`; a stream calls the same compiled
     program with a small one. The caches in `state` are donated and updated in place.
@@ -205,10 +238,33 @@ def decode(
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         taken, state = carry
-        return (taken < max_rounds) & ~state.done.all()
+        more = ~state.done.all()
+        if idle is not None:
+            more = more & (state.done.sum() <= idle)
+        return (taken < max_rounds) & more
 
     def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         taken, state = carry
         return taken + 1, spec_round(target, draft, state, stop_ids, plan)
 
     return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
+
+
+@partial(jax.jit, static_argnames=("slots",))
+def side_by_side(row: DecodeState, slots: int) -> DecodeState:
+    """`slots` copies of one sequence, all of them done: room for others, see `join`."""
+    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, slots, axis=0), row)
+    return state.replace(done=jnp.ones((slots,), bool))
+
+
+@partial(jax.jit, donate_argnames=("state",))
+def join(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
+    """`state` with its sequence `slot []` replaced by the only one of `row`, in place.
+
+    Every leaf of a state leads with the batch, the target's own too; no other sequence is touched.
+    """
+
+    def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_update_index_in_dim(leaf, new[0], slot, 0)
+
+    return jax.tree.map(put, state, row)

@@ -25,6 +25,7 @@ from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.sampling import Sampler
 from dflash_jax.targets import Target
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget
+from dflash_jax.window import Meter
 
 NORMS = ("norm", "input_norm", "post_norm", "hidden_norm", "q_norm", "k_norm")
 PARTS = {
@@ -245,8 +246,12 @@ def _draft_bytes(kv: DraftKV | None) -> tuple[int, int]:
 
 def _state(target, caches, plan, batch, sampler, history) -> DecodeState:
     """The abstract state of a generation."""
-    args = target, *caches, _ints(batch), _ints(batch), _ints(8), sampler, history
-    return jax.eval_shape(partial(loop.start, plan=plan), *args)
+    args = target, *caches, _ints(batch), _ints(batch), _ints(batch, 8), sampler, history
+    meter = None
+    if plan.policy.kind == "cost":
+        seconds = jax.ShapeDtypeStruct((batch, len(plan.widths)), jnp.float32)
+        meter = jax.eval_shape(Meter.of, seconds)
+    return jax.eval_shape(partial(loop.start, plan=plan), *args, meter=meter)
 
 
 def _ints(*shape: int) -> jax.ShapeDtypeStruct:
@@ -259,7 +264,7 @@ def _compiled(target, draft, plan, batch, chunk, caches, state) -> tuple[int, in
     implementation = {"implementation": plan.implementation}
     programs = (
         loop.prefill_chunk.lower(target, draft, caches, *prompt, **implementation),
-        loop.decode.lower(target, draft, state, _ints(8), _ints(), plan),
+        loop.decode.lower(target, draft, state, _ints(batch, 8), _ints(), plan),
     )
     found = [program.compile().memory_analysis() for program in programs]
     return found[0].temp_size_in_bytes, found[1].temp_size_in_bytes

@@ -39,6 +39,10 @@ class Proposal:
     q_rows: jax.Array | None = None
     raws: jax.Array | None = None
 
+    def first(self, slots: int) -> "Proposal":
+        """The first `slots` drafts. Laws stay whole: they are looked up by slot."""
+        return self.replace(tokens=self.tokens[:, :slots], q_chosen=self.q_chosen[:, :slots])
+
 
 def draft_logits(
     target: Target, draft: DFlashDraft, hidden: jax.Array, implementation: Implementation = None

@@ -5,6 +5,8 @@ the last emitted token (the anchor) is decided but has no row yet.
 """
 
 import dataclasses
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,8 +20,8 @@ from dflash_jax.kv import DraftKV, write_at
 from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
 from dflash_jax.sampling import Sampler, shaped_logits
 from dflash_jax.targets import Target
-from dflash_jax.verify import decide_greedy, decide_sampled, verify
-from dflash_jax.window import DSparkVtPolicy, choose_vt
+from dflash_jax.verify import decide_greedy, decide_sampled
+from dflash_jax.window import DSparkVtPolicy, Meter, choose_vt, cost_widths, metered
 
 FIXED = DSparkVtPolicy("fixed")
 
@@ -33,7 +35,7 @@ class RoundPlan:
     capacity: rows a sequence may commit.
     harvest: which of the block's rows are drafts. policy: how wide a round verifies.
     widths: verify widths to compile, ascending, the last one `verify_width`; the narrowest that
-      holds every sequence's window runs.
+      holds every sequence's window runs. 1 is a round without a draft, for the policy `cost`.
     sampled: whether any sequence samples; row_draws: see `propose.propose`.
     logprobs: whether to keep the target's log-probability of every emitted token.
     implementation: of the ops that have kernels, see `kernels.resolve`.
@@ -59,7 +61,8 @@ class DecodeState:
     anchor `[B]`: last emitted token, not yet in any cache.
     tokens `[B, capacity + 1 + w]`: emitted tokens, valid below `emitted [B]`.
     budget `[B]`: most tokens to emit; done `[B]`: frozen rows.
-    verify_cap `[B]`: verify rows that may be accepted, anchor included (1: accept nothing).
+    verify_cap `[B]`: verify rows that may be accepted, anchor included (1: accept nothing; as many
+      run as ever).
     accepted `[B]`: drafts the last round accepted, -1 before the first.
     rounds, drafted `[B]`: rounds taken, drafts verified.
     gains, windows `[B, capacity + 1]`: tokens gained and rows verified in each round.
@@ -67,6 +70,7 @@ class DecodeState:
     sampler: None where every sequence is plainly greedy.
     history `[B, capacity + 1 + w]`: prompt and output, None unless penalties need it.
     logprobs `[B, capacity + 1 + w]`: of `tokens`, None unless asked for.
+    meter: what the policy `cost` goes by, None elsewhere.
     """
 
     target: Any
@@ -87,6 +91,7 @@ class DecodeState:
     sampler: Sampler | None = None
     history: jax.Array | None = None
     logprobs: jax.Array | None = None
+    meter: Meter | None = None
 
 
 def propose_block(
@@ -121,17 +126,21 @@ def propose_block(
     return proposal, kv
 
 
-def window(state: DecodeState, proposal: Proposal | None, plan: RoundPlan) -> jax.Array:
-    """Rows each sequence verifies `[B]`: its policy's choice, within its cap and its room."""
-    limit = jnp.minimum(state.verify_cap, plan.capacity - state.target.len)
-    if proposal is None:
-        return jnp.minimum(1, limit)
+def window(
+    state: DecodeState, proposal: Proposal, plan: RoundPlan, wanted: jax.Array | None = None
+) -> jax.Array:
+    """Rows each sequence verifies `[B]`: its policy's choice within its room.
+
+    wanted `[B]`: the choice where it was made before the draft.
+    """
 
     def choose(raws: jax.Array | None, accepted: jax.Array) -> jax.Array:
         return choose_vt(plan.policy, raws, accepted, plan.verify_width)
 
-    axes = (None if proposal.raws is None else 0, 0)
-    return jnp.minimum(jax.vmap(choose, in_axes=axes)(proposal.raws, state.accepted), limit)
+    if wanted is None:
+        axes = (None if proposal.raws is None else 0, 0)
+        wanted = jax.vmap(choose, in_axes=axes)(proposal.raws, state.accepted)
+    return jnp.minimum(wanted, plan.capacity - state.target.len)
 
 
 def clip_gain(
@@ -141,10 +150,12 @@ def clip_gain(
 
     A round gains its accepted drafts and one more; the budget, the context's end and the first
     stop token among the emitted ids (itself kept) cut that. A frozen row gains nothing.
+    stop_ids: `[B, n]`, or `[n]` where all sequences have the same.
     """
     left = state.budget - state.emitted
     gain = jnp.minimum(accepted + 1, jnp.minimum(left, room))
     rows = jnp.arange(tokens.shape[1])
+    stop_ids = jnp.atleast_2d(stop_ids)[:, None]
     stops = (tokens[..., None] == stop_ids).any(-1) & (rows < gain[:, None])
     stopped = stops.any(axis=1)
     gain = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, gain)
@@ -160,32 +171,93 @@ def spec_round(
     stop_ids: jax.Array,
     plan: RoundPlan,
 ) -> DecodeState:
-    """One round of speculative decoding (or one plain step where `draft` is None)."""
-    cand, proposal, kv, taps = state.anchor[:, None], None, None, ()
-    if draft is not None:
-        with jax.named_scope("draft"):
-            proposal, kv = propose_block(target, draft, state, plan)
-        cand = jnp.concatenate([cand, proposal.tokens], axis=1)
-        taps = draft.config.target_layer_ids
+    """One round of speculative decoding, or one plain step: where `draft` is None, or where the
+    policy `cost` finds that drafting does not pay now. The drafter is fed in either case.
+    """
+    settle = partial(settle_round, target, draft, stop_ids, plan)
+    ones = jnp.ones_like(state.anchor)
+    if draft is None:
+        return settle(1, None, ones, state)
+    drafted = partial(_drafted_round, target, draft, plan, settle)
+    if plan.policy.kind != "cost":
+        return drafted(None, state)
+    live = ~state.done
+    wanted = cost_widths(state.meter, plan.widths, live, shared=not plan.sampled)
+    drafting = (live & (wanted > 1)).any()
+    state = at_most_once(~drafting, partial(settle, 1, None, ones), state)
+    return at_most_once(drafting, partial(drafted, wanted), state)
+
+
+def at_most_once(flag: jax.Array, body: Callable[[Any], Any], carry: Any) -> Any:
+    """`body(carry)` where `flag []` is true, else `carry`.
+
+    A loop carries caches in place, where the branches of a `lax.cond` would copy them.
+    """
+
+    def turn(once: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
+        return jnp.zeros_like(flag), body(once[1])
+
+    return jax.lax.while_loop(lambda once: once[0], turn, (flag, carry))[1]
+
+
+def _drafted_round(target, draft, plan, settle, wanted, state) -> DecodeState:
+    """Draft, then verify in the narrowest compiled width that holds every sequence's window."""
+    with jax.named_scope("draft"):
+        proposal, kv = propose_block(target, draft, state, plan)
+    wide = window(state, proposal, plan, wanted)
+    state = state.replace(draft=kv)
+    widths = [w for w in plan.widths if w > 1] or [plan.verify_width]
+    if len(widths) == 1:
+        return settle(widths[0], proposal, wide, state)
+    widest = jnp.max(jnp.where(state.done, 1, wide))
+    choice = jnp.sum(widest > jnp.asarray(widths[:-1]))
+    for index, rows in enumerate(widths):
+        state = at_most_once(choice == index, partial(settle, rows, proposal, wide), state)
+    return state
+
+
+def settle_round(
+    target: Target,
+    draft: DFlashDraft | None,
+    stop_ids: jax.Array,
+    plan: RoundPlan,
+    rows: int,
+    proposal: Proposal | None,
+    wide: jax.Array,
+    state: DecodeState,
+) -> DecodeState:
+    """The round after its draft: verify, accept, commit, and feed the drafter.
+
+    rows: what the target runs of a sequence, anchor included; 1 needs no proposal. wide `[B]`: how
+    many of them each sequence looks at.
+    """
     start, live = state.target.len, ~state.done
-    width = window(state, proposal, plan)
+    cand, taps = state.anchor[:, None], ()
+    if proposal is not None:
+        proposal = proposal.first(rows - 1)
+        cand = jnp.concatenate([cand, proposal.tokens], axis=1)
+    if draft is not None:
+        taps = draft.config.target_layer_ids
+    width = jnp.minimum(wide, state.verify_cap)
     with jax.named_scope("verify"):
-        widest = jnp.max(jnp.where(live, width, 1))
-        widths = plan.widths or (cand.shape[1],)
-        out = verify(target, state.target, cand, taps, widest, widths, plan.implementation)
+        out, target_state = target.forward(state.target, cand, taps, plan.implementation)
+        logits = target.logits(out.hidden)
     with jax.named_scope("accept"):
-        decision, history = decide(state, proposal, cand, out.logits, width, plan)
+        decision, history = decide(state, proposal, cand, logits, width, plan)
         gain, done = clip_gain(
             state, decision.tokens, decision.accepted, stop_ids, plan.capacity - start
         )
+    kv, meter = state.draft, state.meter
     with jax.named_scope("commit"):
-        target_state = target.commit(out.state, gain)
+        target_state = target.commit(target_state, gain)
         if draft is not None:
-            pos = start[:, None] + jnp.arange(cand.shape[1])
+            pos = start[:, None] + jnp.arange(rows)
             feats = ctx_features(draft, out.taps, plan.implementation)
             kv = ingest_ctx(draft, kv, feats, pos, gain, plan.implementation)
-    state = _record(state, decision.tokens, out.logits, gain, width, live)
-    draft_fault, target_fault = _faults(proposal, out.logits, gain, live)
+    if meter is not None:
+        meter = metered(meter, decision.accepted, width, live)
+    state = _record(state, decision.tokens, logits, gain, width, live)
+    draft_fault, target_fault = _faults(proposal, logits, gain, live)
     return state.replace(
         target=target_state,
         draft=kv,
@@ -194,6 +266,7 @@ def spec_round(
         draft_fault=jnp.maximum(state.draft_fault, draft_fault),
         target_fault=jnp.maximum(state.target_fault, target_fault),
         history=history,
+        meter=meter,
     )
 
 

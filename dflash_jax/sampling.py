@@ -286,14 +286,23 @@ class Sampler:
         return over_batch(self.seed, self.sequence, event, positions)
 
 
-def make_sampler(params: Sequence[SamplingParams], vocab_size: int, rows: int) -> Sampler:
-    """The device form of `params`, one a sequence; `rows` is the width of the target's logits."""
+def make_sampler(
+    params: Sequence[SamplingParams],
+    vocab_size: int,
+    rows: int,
+    penalised: bool = False,
+    biased: bool = False,
+) -> Sampler:
+    """The device form of `params`, one a sequence; `rows` is the width of the target's logits.
+
+    penalised, biased: make room for penalties and biases even where no sequence has any.
+    """
 
     def column(name: str, dtype: Any = np.float32) -> jax.Array:
         return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
 
     bias = penalties = None
-    if any(p.logit_bias for p in params):
+    if biased or any(p.logit_bias for p in params):
         table = np.zeros((len(params), rows), np.float32)
         for b, p in enumerate(params):
             for token, value in p.logit_bias.items():
@@ -307,7 +316,7 @@ def make_sampler(params: Sequence[SamplingParams], vocab_size: int, rows: int) -
                 f"logit_bias: expected a token that may be chosen, found all {vocab_size} forbidden"
             )
         bias = jnp.asarray(table)
-    if any(p.penalised for p in params):
+    if penalised or any(p.penalised for p in params):
         penalties = Penalties(
             repeat=column("repeat_penalty"),
             frequency=column("frequency_penalty"),

@@ -2,30 +2,42 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import kernels, loop
+from dflash_jax import cost, loop
 from dflash_jax import kv as cache
-from dflash_jax.config import DSparkHarvest, resolve_harvest
+from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftTail
+from dflash_jax.options import (
+    ALL_ROUNDS,
+    between,
+    budget_of,
+    default_capacity,
+    listed,
+    requests_of,
+    round_plan,
+    rounds_of,
+    sequence_of,
+    stop_ids_of,
+    stop_table,
+    token_ids_of,
+)
 from dflash_jax.plan import MemoryPlan, plan_memory
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import DecodeState, RoundPlan
-from dflash_jax.sampling import Sampler, SamplingParams, make_sampler
+from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets import Target
-from dflash_jax.window import DSparkVtPolicy, resolve_policy
+from dflash_jax.window import DSparkVtPolicy, Meter
 
-MIN_CAPACITY, CAPACITY_STEP = 256, 4096
 GREEDY = SamplingParams()
-ALL_ROUNDS = np.iinfo(np.int32).max
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +89,54 @@ class Generation:
         return sum(self.acceptance_lengths) / self.seconds if self.rounds else 0.0
 
 
+def books(state: DecodeState) -> DecodeState:
+    """A state's figures and tokens on the host, without caches and what else is large."""
+    bare = dataclasses.replace(
+        state, target=None, draft=None, sampler=None, history=None, meter=None
+    )
+    return jax.device_get(bare)
+
+
+def generation_of(
+    host: DecodeState,
+    b: int,
+    prompt_tokens: int,
+    stops: Sequence[int],
+    prefill_seconds: float,
+    seconds: float,
+) -> Generation:
+    """What sequence `b` of `books` has got so far."""
+    tokens = host.tokens[b, : host.emitted[b]].tolist()
+    gains = host.gains[b, : host.rounds[b]].tolist()
+    reason = "open"
+    if host.done[b]:
+        reason = "length" if len(tokens) >= host.budget[b] else "capacity"
+        reason = "stop" if tokens[-1] in stops else reason
+    return Generation(
+        token_ids=tokens,
+        prompt_tokens=prompt_tokens,
+        rounds=len(gains),
+        drafted=int(host.drafted[b]),
+        accepted=sum(gains) - len(gains),
+        acceptance_lengths=gains,
+        verify_widths=host.windows[b, : host.rounds[b]].tolist(),
+        logprobs=None if host.logprobs is None else host.logprobs[b, : len(tokens)].tolist(),
+        finish_reason=reason,
+        prefill_seconds=prefill_seconds,
+        seconds=seconds,
+    )
+
+
+def check_faults(host: DecodeState, names: Sequence[str]) -> None:
+    """ValueError naming the first sequence of `books` whose logits were not finite, and where."""
+    for side in ("draft", "target"):
+        fault = np.asarray(getattr(host, f"{side}_fault"))
+        if (fault >= 0).any():
+            b = int(np.argmax(fault >= 0))
+            row = f"draft slot {fault[b] + 1}" if side == "draft" else f"verify row {fault[b]}"
+            raise ValueError(f"non-finite {side} logits: {names[b]}, {row}")
+
+
 def generate(
     target: Target,
     draft: DFlashDraft | None,
@@ -98,7 +158,7 @@ def generate(
     >>> out = generate(target, draft, codec.encode("Hello"), 32)      # doctest: +SKIP
     >>> out.token_ids, out.mean_acceptance_length                     # doctest: +SKIP
     """
-    rows = _sequence("prompts", prompts)
+    rows = sequence_of("prompts", prompts)
     single = len(rows) > 0 and not isinstance(rows[0], Sequence) and np.ndim(rows[0]) == 0
     session = SpecSession(target, draft, **options)
     session.open([rows] if single else rows, max_new_tokens)
@@ -112,7 +172,8 @@ class SpecSession:
 
     Args:
       target, draft: as in `generate`.
-      stop_token_ids: default the target's eos ids; () for none.
+      stop_token_ids: for all sequences, or a list a sequence; default the target's eos ids, () for
+        none.
       block_size: rows drafted a round, at most the checkpoint's (default).
       verify_width: rows verified a round, anchor included, 2..drafts + 1 (default: all drafts).
       capacity: rows a sequence may hold; default what `default_capacity` makes of prompt and
@@ -120,7 +181,10 @@ class SpecSession:
       chunk: rows of a prompt read at once, from 16; default `loop.widest_chunk`'s.
       harvest: see `resolve_harvest`.
       policy: how wide each round verifies, see `window.resolve_policy`.
-      widths: verify widths to compile for the policy to choose from (default: only the widest).
+      widths: verify widths to compile for the policy to choose from (default: only the widest, but
+        `window.default_widths` for the policy `cost`).
+      costs: seconds of a round at each width, for the policy `cost`; default what
+        `cost.measure_costs` measures when prompts are opened.
       sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
       row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
       logprobs: keep the target's log-probability of each emitted token.
@@ -140,7 +204,7 @@ class SpecSession:
         target: Target,
         draft: DFlashDraft | None,
         *,
-        stop_token_ids: Sequence[int] | None = None,
+        stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
         block_size: int | None = None,
         verify_width: int | None = None,
         capacity: int | None = None,
@@ -148,6 +212,7 @@ class SpecSession:
         harvest: DSparkHarvest | str | None = None,
         policy: DSparkVtPolicy | None = None,
         widths: Sequence[int] | None = None,
+        costs: Mapping[int, float] | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         row_draws: RowDraws = "argmax",
         logprobs: bool = False,
@@ -155,50 +220,27 @@ class SpecSession:
         check: bool = False,
         accept: bool = True,
     ):
-        if not isinstance(target, Target):
-            raise ValueError(
-                f"target: expected a Target (load_target(...).target), found a {_kind(target)}"
-            )
-        if not isinstance(draft, DFlashDraft | None):
-            raise ValueError(
-                f"draft: expected a DFlashDraft (load_draft) or None, found a {_kind(draft)}"
-            )
-        self.target, self.draft = target, draft
-        self._capacity, self._accept, self._check = capacity, accept, check
-        self._chunk = (
-            chunk if chunk is None else _between("chunk", chunk, loop.CHUNKS[0], ALL_ROUNDS)
-        )
-        stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
-        self.stop_token_ids = _token_ids("stop_token_ids", stops, None)
-        self._sampling = _requests(sampling)
-        kernels.resolve(implementation)
-        self._plan = RoundPlan(
-            block_size=1,
-            verify_width=1,
-            capacity=1,
+        self._plan = round_plan(
+            target,
+            draft,
+            block_size=block_size,
+            verify_width=verify_width,
+            harvest=harvest,
+            policy=policy,
+            widths=widths,
+            costs=costs,
+            row_draws=row_draws,
             logprobs=logprobs,
             implementation=implementation,
         )
-        if draft is not None:
-            target.check_drafter(draft.config)
-            harvest = resolve_harvest(draft.config, harvest)
-            block = _between("block_size", block_size, 2, draft.config.block_size)
-            width = _between("verify_width", verify_width, 2, harvest.drafts(block) + 1)
-            if row_draws not in get_args(RowDraws):
-                raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")
-            self._plan = dataclasses.replace(
-                self._plan,
-                block_size=block,
-                verify_width=width,
-                harvest=harvest,
-                policy=resolve_policy(
-                    policy,
-                    is_dspark=draft.config.family == "dspark",
-                    has_confidence=draft.confidence is not None,
-                ),
-                widths=_widths(widths, width),
-                row_draws=row_draws,
-            )
+        self.target, self.draft, self.costs = target, draft, costs
+        self._capacity, self._accept, self._check = capacity, accept, check
+        self._chunk = (
+            chunk if chunk is None else between("chunk", chunk, loop.CHUNKS[0], ALL_ROUNDS)
+        )
+        stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
+        self.stop_token_ids = stop_ids_of(stops)
+        self._sampling = requests_of(sampling)
         self.state: DecodeState | None = None
 
     def open(
@@ -219,14 +261,23 @@ class SpecSession:
         what they were made of; the drafter reads those instead of making them again.
         tick: told of prompt rows as they are read, see `loop.prefill`.
         """
-        prompts = _sequence("prompts", prompts)
+        prompts = sequence_of("prompts", prompts)
         if len(prompts) == 0:
             raise ValueError("prompts: expected at least one, found none")
-        rows = [_token_ids(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)]
+        rows = [
+            token_ids_of(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)
+        ]
         if any(len(row) == 0 for row in rows):
             raise ValueError("prompt: expected at least one token, found an empty one")
         budget = self._budgets(max_new_tokens, len(rows))
         self.plan = self._plan_for(self._room_for(rows, budget), self._params(len(rows)))
+        self._stops_of(len(rows))
+        if self.plan.policy.kind == "cost":
+            # Before the caches: measuring takes as much memory as they do.
+            longest = max(map(len, rows))
+            self._paid = self.costs or cost.measure_costs(
+                self.target, self.draft, self.plan, len(rows), longest
+            )
         caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
         self._context = [[] for _ in rows]
         self._tick = tick
@@ -239,7 +290,7 @@ class SpecSession:
     def burst(self, rounds: int | None = None) -> None:
         """Decode `rounds` more rounds (default: until every sequence is done)."""
         self._require_open()
-        limit = jnp.int32(_rounds(rounds, 0))
+        limit = jnp.int32(rounds_of(rounds, 0))
         began = time.perf_counter()
         self.state = loop.decode(self.target, self.draft, self.state, self._stops, limit, self.plan)
         jax.block_until_ready(self.state)
@@ -251,7 +302,7 @@ class SpecSession:
     def stream(self, rounds: int = 1) -> Iterator[list[list[int]]]:
         """Yield each sequence's new tokens: first the prompt's own, then every `rounds` rounds."""
         self._require_open()
-        rounds = _rounds(rounds, 1)
+        rounds = rounds_of(rounds, 1)
         sent = [0] * len(self._context)
         while True:
             tokens, emitted = np.asarray(self.state.tokens), np.asarray(self.state.emitted)
@@ -269,13 +320,13 @@ class SpecSession:
         Equal to opening prompt + emitted tokens + suffix from cold, without redoing their rows.
         """
         self._require_open()
-        suffixes = _sequence("suffixes", suffixes)
+        suffixes = sequence_of("suffixes", suffixes)
         if len(suffixes) != len(self._context):
             raise ValueError(
                 f"suffixes: expected {len(self._context)} (one a sequence), found {len(suffixes)}"
             )
         vocabulary = self.target.vocab_size
-        rows = [_token_ids(f"suffix {i}", s, vocabulary) for i, s in enumerate(suffixes)]
+        rows = [token_ids_of(f"suffix {i}", s, vocabulary) for i, s in enumerate(suffixes)]
         emitted = [result.token_ids for result in self.results()]
         # The last emitted token is decided but has no row: it leads what is fed now.
         rows = [[tokens[-1], *row] for tokens, row in zip(emitted, rows, strict=True)]
@@ -305,15 +356,16 @@ class SpecSession:
         Nothing need be open, and target and draft may be abstract: see `plan.plan_memory`.
         prompt: tokens of the longest prompt, where it is shorter than its widest chunk.
         """
-        batch = _between("batch", batch, 1, ALL_ROUNDS)
-        context = _between("context", context, 1, self.target.max_positions)
+        batch = between("batch", batch, 1, ALL_ROUNDS)
+        context = between("context", context, 1, self.target.max_positions)
         capacity = self._capacity_for(context)
         if context > capacity:
             raise ValueError(f"context: expected at most {capacity} (capacity), found {context}")
         params = self._params(batch)
         plan = self._plan_for(capacity, params)
-        sampler = jax.eval_shape(partial(self._sampler, plan, params))
-        prompt = _between("prompt", prompt, 1, context)
+        sampling = partial(loop.sampling_state, self.target, plan, params, [[]] * batch)
+        sampler, history = jax.eval_shape(sampling)
+        prompt = between("prompt", prompt, 1, context)
         widest = self._chunk or loop.widest_chunk(batch, prompt)
         return plan_memory(
             self.target,
@@ -322,7 +374,7 @@ class SpecSession:
             batch=batch,
             chunk=loop.chunk_width(prompt, capacity, widest),
             sampler=sampler,
-            history=self._history(plan, sampler, [[]] * batch),
+            history=history,
             compiled=compiled,
         )
 
@@ -331,7 +383,7 @@ class SpecSession:
         self._require_open()
         if self.draft is None:
             raise ValueError("tail: expected a drafter, found a plain session")
-        sequence = _between("sequence", sequence, 0, len(self._context) - 1)
+        sequence = between("sequence", sequence, 0, len(self._context) - 1)
         return cache.export_tail(self.draft.config, self.state.draft, upto, sequence)
 
     @property
@@ -343,29 +395,13 @@ class SpecSession:
     def results(self) -> list[Generation]:
         """What each sequence has got since `open` or `resume`."""
         self._require_open()
-        host = jax.device_get(dataclasses.replace(self.state, target=None, draft=None))
-        return [self._result(host, b) for b in range(len(self._context))]
-
-    def _result(self, host: DecodeState, b: int) -> Generation:
-        tokens = host.tokens[b, : host.emitted[b]].tolist()
-        gains = host.gains[b, : host.rounds[b]].tolist()
-        reason = "open"
-        if host.done[b]:
-            reason = "length" if len(tokens) >= host.budget[b] else "capacity"
-            reason = "stop" if tokens[-1] in self.stop_token_ids else reason
-        return Generation(
-            token_ids=tokens,
-            prompt_tokens=len(self._context[b]),
-            rounds=len(gains),
-            drafted=int(host.drafted[b]),
-            accepted=sum(gains) - len(gains),
-            acceptance_lengths=gains,
-            verify_widths=host.windows[b, : host.rounds[b]].tolist(),
-            logprobs=None if host.logprobs is None else host.logprobs[b, : len(tokens)].tolist(),
-            finish_reason=reason,
-            prefill_seconds=self._prefill_seconds,
-            seconds=self._seconds,
-        )
+        host = books(self.state)
+        stops = self._stops_of(len(self._context))
+        times = self._prefill_seconds, self._seconds
+        return [
+            generation_of(host, b, len(context), stops[b], *times)
+            for b, context in enumerate(self._context)
+        ]
 
     def _draft_start(
         self,
@@ -418,9 +454,12 @@ class SpecSession:
         for context, row in zip(self._context, rows, strict=True):
             context.extend(row)
         cap = self.plan.verify_width if self._accept else 1
-        self._stops = _padded(self.stop_token_ids)
-        sampler = self._sampler(self.plan, self._params(len(rows)))
-        history = self._history(self.plan, sampler, self._context)
+        self._stops = stop_table(self._stops_of(len(rows)))
+        params = self._params(len(rows))
+        sampler, history = loop.sampling_state(self.target, self.plan, params, self._context)
+        meter = None
+        if self.plan.policy.kind == "cost":
+            meter = Meter.of(cost.table(self._paid, len(rows)))
         self.state = loop.start(
             self.target,
             *caches,
@@ -428,8 +467,9 @@ class SpecSession:
             jnp.full((len(rows),), cap, jnp.int32),
             self._stops,
             sampler,
-            None if history is None else jnp.asarray(history),
+            history,
             self.plan,
+            meter,
         )
         jax.block_until_ready(self.state)
         self._prefill_seconds, self._seconds = time.perf_counter() - began, 0.0
@@ -444,40 +484,29 @@ class SpecSession:
             )
         return list(self._sampling)
 
-    def _plan_for(self, capacity: int, params: list[SamplingParams]) -> RoundPlan:
-        sampled = any(not p.greedy for p in params)
-        return dataclasses.replace(self._plan, capacity=capacity, sampled=sampled)
-
-    def _sampler(self, plan: RoundPlan, params: list[SamplingParams]) -> Sampler | None:
-        """The device form of the requests' sampling; None where all are plainly greedy."""
-        if not plan.sampled and not any(p.penalised or p.logit_bias for p in params):
-            return None
-        row = jax.eval_shape(lambda t: t.logits(t.embed(jnp.zeros((1, 1), jnp.int32))), self.target)
-        return make_sampler(params, self.target.vocab_size, row.shape[-1])
-
-    def _history(
-        self, plan: RoundPlan, sampler: Sampler | None, contexts: list[list[int]]
-    ) -> np.ndarray | None:
-        """The sequences' tokens so far, where penalties need them."""
-        if sampler is None or sampler.penalties is None:
-            return None
-        history = np.zeros((len(contexts), plan.capacity + 1 + plan.verify_width), np.int32)
-        for b, context in enumerate(contexts):
-            history[b, : len(context)] = context
-        return history
+    def _stops_of(self, batch: int) -> list[list[int]]:
+        stops = self.stop_token_ids
+        if not stops or not isinstance(stops[0], list):
+            return [stops] * batch
+        if len(stops) != batch:
+            raise ValueError(
+                f"stop_token_ids: expected {batch} lists (one a prompt), found {len(stops)}"
+            )
+        return stops
 
     def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
-        max_new_tokens = _listed(max_new_tokens)
+        max_new_tokens = listed(max_new_tokens)
         many = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
         budget = list(max_new_tokens) if many else [max_new_tokens] * batch
         if len(budget) != batch:
             raise ValueError(
                 f"max_new_tokens: expected {batch} (one a prompt), found {len(budget)}"
             )
-        for n in budget:
-            if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 1:
-                raise ValueError(f"max_new_tokens: expected a positive integer, found {n!r}")
-        return [min(int(n), ALL_ROUNDS) for n in budget]
+        return [budget_of(n) for n in budget]
+
+    def _plan_for(self, capacity: int, params: list[SamplingParams]) -> RoundPlan:
+        sampled = any(not p.greedy for p in params)
+        return dataclasses.replace(self._plan, capacity=capacity, sampled=sampled)
 
     def _room_for(self, rows: list[list[int]], budget: list[int]) -> int:
         longest = max(len(row) for row in rows)
@@ -494,15 +523,10 @@ class SpecSession:
         limit = self.target.max_positions
         if self._capacity is None:
             return default_capacity(rows, limit)
-        return _between("capacity", self._capacity, 1, limit)
+        return between("capacity", self._capacity, 1, limit)
 
     def _check_faults(self) -> None:
-        for side in ("draft", "target"):
-            fault = np.asarray(getattr(self.state, f"{side}_fault"))
-            if (fault >= 0).any():
-                b = int(np.argmax(fault >= 0))
-                row = f"draft slot {fault[b] + 1}" if side == "draft" else f"verify row {fault[b]}"
-                raise ValueError(f"non-finite {side} logits: sequence {b}, {row}")
+        check_faults(self.state, [f"sequence {b}" for b in range(len(self._context))])
 
     def _check_invariants(self) -> None:
         """Between rounds both caches hold prompt + emitted - 1 rows, and the anchor is last."""
@@ -520,94 +544,3 @@ class SpecSession:
     def _require_open(self) -> None:
         if self.state is None:
             raise ValueError("session: expected open() first, found nothing open")
-
-
-def default_capacity(rows: int, limit: int) -> int:
-    """Rows to allocate for `rows`, at most `limit`: a power of two, or a multiple of 4096.
-
-    Nearby lengths so share compiled programs, and a long context is not doubled.
-    """
-    if rows > CAPACITY_STEP:
-        return min(-(-rows // CAPACITY_STEP) * CAPACITY_STEP, limit)
-    capacity = MIN_CAPACITY
-    while capacity < rows:
-        capacity *= 2
-    return min(capacity, limit)
-
-
-def _widths(widths: Sequence[int] | None, widest: int) -> tuple[int, ...]:
-    """Compiled verify widths, ascending, ending in the widest."""
-    given = () if widths is None else _sequence("widths", widths)
-    chosen = [_between("widths", w, 2, widest) for w in given]
-    return tuple(sorted({*chosen, widest}))
-
-
-def _padded(stop_token_ids: Sequence[int]) -> jax.Array:
-    """Stop ids padded with -1 to a multiple of 8, so that usual stop sets share a program."""
-    room = max(8, -(-len(stop_token_ids) // 8) * 8)
-    return jnp.asarray([*stop_token_ids, *[-1] * (room - len(stop_token_ids))], jnp.int32)
-
-
-def _between(name: str, value: int | None, low: int, high: int) -> int:
-    value = high if value is None else value
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | np.integer)
-        or not low <= value <= high
-    ):
-        raise ValueError(f"{name}: expected {low}..{high}, found {value!r}")
-    return int(value)
-
-
-def _kind(value: Any) -> str:
-    return type(value).__name__
-
-
-def _rounds(rounds: int | None, least: int) -> int:
-    """Rounds to run as an int32; None stands for all."""
-    if rounds is None:
-        return ALL_ROUNDS
-    if isinstance(rounds, bool) or not isinstance(rounds, int | np.integer) or rounds < least:
-        raise ValueError(f"rounds: expected an integer from {least} or None, found {rounds!r}")
-    return min(int(rounds), ALL_ROUNDS)
-
-
-def _requests(sampling: Any) -> SamplingParams | Sequence[SamplingParams]:
-    """ValueError for what is neither `SamplingParams` nor a list of them."""
-    for params in sampling if isinstance(sampling, Sequence) else [sampling]:
-        if not isinstance(params, SamplingParams):
-            raise ValueError(
-                f"sampling: expected SamplingParams (or one a prompt), found {params!r}"
-            )
-    return sampling
-
-
-def _listed(value: Any) -> Any:
-    """The elements of an array of either library, anything else as it is."""
-    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
-
-
-def _sequence(name: str, values: Any) -> Sequence[Any]:
-    """A sequence as it is, the elements of an array; ValueError for others."""
-    values = _listed(values)
-    if not isinstance(values, Sequence):
-        raise ValueError(f"{name}: expected a list, found {values!r}")
-    return values
-
-
-def _token_ids(name: str, ids: Iterable[int], vocabulary: int | None) -> list[int]:
-    """Token ids as ints; without a vocabulary, those that an int32 holds."""
-    ids = _listed(ids)
-    if not isinstance(ids, Iterable):
-        raise ValueError(f"{name}: expected token ids, found {ids!r}")
-    last = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
-    out = []
-    for token in ids:
-        if isinstance(token, jax.Array) and token.ndim == 0:
-            token = token.item()
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
-            raise ValueError(f"{name}: expected token ids, found {token!r}")
-        if not 0 <= token <= last:
-            raise ValueError(f"{name}: expected ids in 0..{last}, found {token}")
-        out.append(int(token))
-    return out

@@ -1,15 +1,10 @@
-"""The target's side of a round: verify rows, accept a prefix, decide the next token.
+"""The target's word on a round: from its logits an accepted prefix and the token after it."""
 
-`verify` runs the one target forward of a round; `decide_greedy` and `decide_sampled` turn its
-logits into an accepted prefix and the token after it.
-"""
-
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from dflash_jax.kernels import Implementation
 from dflash_jax.propose import Proposal
 from dflash_jax.sampling import (
     Sampler,
@@ -19,19 +14,7 @@ from dflash_jax.sampling import (
     residual,
     residual_sparse,
 )
-from dflash_jax.targets import Target
 from dflash_jax.window import dspark_accept_prefix
-
-
-class Verified(NamedTuple):
-    """logits `[B, w, V]` (f32), taps `[B, w, taps * H]`, and the target state to commit from.
-
-    Rows past the width that ran are zeros; nothing looks at them.
-    """
-
-    logits: jax.Array
-    taps: jax.Array
-    state: Any
 
 
 class Decision(NamedTuple):
@@ -41,45 +24,6 @@ class Decision(NamedTuple):
 
     tokens: jax.Array
     accepted: jax.Array
-
-
-def verify(
-    target: Target,
-    state: Any,
-    cand: jax.Array,
-    taps: tuple[int, ...],
-    width: jax.Array,
-    widths: tuple[int, ...],
-    implementation: Implementation = None,
-) -> Verified:
-    """One target forward over the leading rows of `cand [B, w]`.
-
-    widths: the compiled widths, ascending, the last one w. The smallest that holds `width []`
-    runs. Each is a loop that turns at most once: a loop carries the caches in place, where the
-    branches of a `lax.switch` would copy them.
-    """
-
-    def run(state: Any, rows: int) -> Verified:
-        out, state = target.forward(state, cand[:, :rows], taps, implementation)
-        return Verified(target.logits(out.hidden), out.taps, state)
-
-    if len(widths) == 1:
-        return run(state, widths[0])
-    choice = jnp.sum(width > jnp.asarray(widths[:-1]))
-    shapes = jax.eval_shape(lambda s: run(s, widths[-1]), state)
-    empty = (jnp.zeros(s.shape, s.dtype) for s in shapes[:2])
-    carry = (choice, Verified(*empty, state))
-    for index, rows in enumerate(widths):
-
-        def body(carry, rows=rows):
-            _, before = carry
-            ran = run(before.state, rows)
-            logits = before.logits.at[:, :rows].set(ran.logits)
-            tapped = before.taps.at[:, :rows].set(ran.taps)
-            return jnp.full_like(choice, -1), Verified(logits, tapped, ran.state)
-
-        carry = jax.lax.while_loop(lambda c, index=index: c[0] == index, body, carry)
-    return carry[1]
 
 
 def decide_greedy(cand: jax.Array, logits: jax.Array, width: jax.Array) -> Decision:

@@ -10,8 +10,16 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
-PolicyKind = Literal["fixed", "ladder", "confidence", "confidence-slot"]
+PolicyKind = Literal["fixed", "ladder", "confidence", "confidence-slot", "cost"]
+
+OPTIMISM, PRIOR = 0.8, 4.0
+"""What `cost` takes a drafter for before it has seen it: this share of drafts accepted, with the
+weight of so many drafts."""
+FADE, IDLE_FADE = 0.9, 0.985
+"""What a round leaves of older evidence. A plain round has none of its own, so that a drafter that
+was turned off is tried again as the old evidence fades, some hundred rounds later."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +28,8 @@ class DSparkVtPolicy:
 
     fixed: always the cap. ladder: two rows more than the last round accepted, at first the cap.
     confidence: while the product of the drafts' confidences is at least tau. confidence-slot:
-    while each draft's own confidence is at least tau. 0 < tau < 1.
+    while each draft's own confidence is at least tau. 0 < tau < 1. cost: the width of the most
+    expected tokens a second, see `cost_widths`; it may also be 1, a round without a draft.
     """
 
     kind: PolicyKind = "fixed"
@@ -76,6 +85,67 @@ def measured_window(family: str, platform: str) -> dict[str, Any]:
         if family == "dspark":
             options["block_size"] = 4
     return options
+
+
+def default_widths(policy: DSparkVtPolicy, widest: int) -> tuple[int, ...]:
+    """The verify widths to compile, ascending: each is a program of the target's.
+
+    `cost` chooses among none, a quarter, half and the whole; the others get the whole alone.
+    """
+    if policy.kind != "cost":
+        return (widest,)
+    return tuple(sorted({1, max(2, -(-widest // 4)), max(2, -(-widest // 2)), widest}))
+
+
+@struct.dataclass
+class Meter:
+    """What the `cost` policy knows of each of `B` sequences.
+
+    seconds `[B, n]`: of a round at each compiled width, draft and all; the first width is 1, a step
+    without a draft. tried, kept `[B]`: drafts judged and accepted lately, older rounds faded.
+    """
+
+    seconds: jax.Array
+    tried: jax.Array
+    kept: jax.Array
+
+    @classmethod
+    def of(cls, seconds: jax.Array) -> "Meter":
+        """Nothing seen yet."""
+        zeros = jnp.zeros(seconds.shape[:1], jnp.float32)
+        return cls(seconds, zeros, zeros + 0)
+
+
+def cost_widths(meter: Meter, widths: tuple[int, ...], live: jax.Array, shared: bool) -> jax.Array:
+    """The width `[B]` of the most expected tokens a second.
+
+    A sequence whose drafts are each accepted at rate a gains (1 - a^w) / (1 - a) tokens of w rows.
+    shared: one width for all `live [B]` sequences, of the most tokens together. Otherwise each
+    looks at itself alone, so that what it draws does not depend on its neighbours.
+    """
+    rate = (meter.kept + PRIOR * OPTIMISM) / (meter.tried + PRIOR)
+    rate = rate[:, None]
+    gain = (1 - rate ** jnp.asarray(widths, jnp.float32)) / (1 - rate)
+    speed = gain / meter.seconds
+    if shared:
+        speed = jnp.where(live[:, None], speed, 0.0).sum(axis=0, keepdims=True)
+    best = jnp.asarray(widths, jnp.int32)[jnp.argmax(speed, axis=1)]
+    return jnp.broadcast_to(best, live.shape)
+
+
+def metered(meter: Meter, accepted: jax.Array, width: jax.Array, live: jax.Array) -> Meter:
+    """The meter after a round that verified `width [B]` rows and accepted `accepted [B]` drafts."""
+    # The first rejection is the last draft that was judged.
+    judged = jnp.minimum(accepted + 1, width - 1).astype(jnp.float32)
+    fade = jnp.where(width > 1, FADE, IDLE_FADE)
+
+    def after(count: jax.Array, more: jax.Array) -> jax.Array:
+        return jnp.where(live, fade * count + more, count)
+
+    return meter.replace(
+        tried=after(meter.tried, judged),
+        kept=after(meter.kept, accepted.astype(jnp.float32)),
+    )
 
 
 def choose_vt(

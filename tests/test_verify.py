@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import struct
-from targets import tiny_target
 
 from dflash_jax.propose import Proposal
 from dflash_jax.sampling import (
@@ -15,49 +14,10 @@ from dflash_jax.sampling import (
     rejection_accept_len,
     residual,
 )
-from dflash_jax.verify import decide_greedy, decide_sampled, verify
+from dflash_jax.verify import decide_greedy, decide_sampled
 
 V = 9
 decide = jax.jit(decide_sampled)
-
-
-# --- rows that run --------------------------------------------------------------------------------
-
-TAPS = (0, 2)
-run = jax.jit(verify, static_argnames=("taps", "widths"))
-
-
-@jax.jit
-def read(target, ids, count):
-    _, state = target.forward(target.init_state(2, 32), ids, TAPS)
-    return target.commit(state, count)
-
-
-@jax.jit
-def logits_after(target, state, ids, count):
-    out, _ = target.forward(target.commit(state, count), ids, ())
-    return target.logits(out.hidden)
-
-
-@pytest.mark.parametrize("widths", [(8,), (3, 8), (2, 4, 5, 8)], ids=str)
-def test_the_narrowest_width_that_holds_the_window_runs(widths):
-    """Its rows equal those of the widest; the rest are zeros; the caches are the same."""
-    target = tiny_target()
-    prompts = jnp.asarray([[5, 6, 7, 8, 9], [9, 8, 7, 6, 5]])
-    state = read(target, prompts, jnp.asarray([5, 4]))
-    cand = jnp.asarray(np.random.default_rng(0).integers(0, 64, (2, 8)), jnp.int32)
-    wide = run(target, state, cand, TAPS, jnp.int32(8), (8,))
-    for width in range(1, 9):
-        got = run(target, state, cand, TAPS, jnp.int32(width), widths)
-        ran = min(w for w in widths if w >= width)
-        for name in ("logits", "taps"):
-            ours, whole = getattr(got, name), getattr(wide, name)
-            np.testing.assert_allclose(ours[:, :ran], whole[:, :ran], rtol=1e-5, atol=1e-5)
-            assert (ours[:, ran:] == 0).all()
-        # What is committed of either is the same: the logits of more rows tell.
-        count = jnp.asarray([width, 1])
-        after = [logits_after(target, x.state, cand[:, :2], count) for x in (got, wide)]
-        np.testing.assert_allclose(*after, rtol=1e-5, atol=1e-5)
 
 
 # --- greedy decisions -----------------------------------------------------------------------------

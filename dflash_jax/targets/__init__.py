@@ -57,7 +57,8 @@ class Target(Protocol):
     def init_state(self, batch: int, slots: int) -> Any:
         """An empty state (KV cache, recurrent state) with room for `slots` rows a sequence.
 
-        The state is a pytree with a field `len [B]`, the rows committed.
+        The state is a pytree with a field `len [B]`, the rows committed; every leaf leads with the
+        batch, so that sequences can join and leave.
         """
         ...
 

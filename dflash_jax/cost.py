@@ -1,0 +1,89 @@
+"""What rounds cost here: the calibration that the window policy `cost` goes by.
+
+costs = measure_costs(target, draft, plan, batch=8, context=512)     # {width: seconds}
+SpecSession(target, draft, policy=DSparkVtPolicy("cost"), costs=costs)
+"""
+
+import time
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from dflash_jax import loop
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.options import ALL_ROUNDS, stop_table
+from dflash_jax.round import DecodeState, RoundPlan
+from dflash_jax.sampling import SamplingParams
+from dflash_jax.targets import Target
+from dflash_jax.window import Meter
+
+ROUNDS, REPEATS = 4, 3
+"""Rounds of a long run beyond a short one's, and how many pairs of runs are timed."""
+
+
+def table(costs: Mapping[int, float], batch: int) -> jax.Array:
+    """`Meter.seconds [batch, widths]` of {width: seconds}."""
+    row = [float(costs[width]) for width in sorted(costs)]
+    return jnp.tile(jnp.asarray(row, jnp.float32), (batch, 1))
+
+
+def measure_costs(
+    target: Target, draft: DFlashDraft, plan: RoundPlan, batch: int, context: int
+) -> dict[int, float]:
+    """Seconds of a round of `batch` sequences at each of the plan's widths, draft and all.
+
+    The compiled loop itself is timed, over made-up prompts of `context` tokens (fewer where the
+    capacity is too small): a round of one width is what it chooses where all others cost the earth.
+    Nothing is accepted, so that a round is a row. A long run less a short one leaves the launch
+    out; the best of several counts.
+    """
+    needed = len(plan.widths) * (1 + REPEATS * (ROUNDS + 2)) + 1
+    state = _made_up(target, draft, plan, batch, max(1, min(context, plan.capacity - needed)))
+    stops = stop_table([()] * batch)
+
+    def run(state: DecodeState, rounds: int) -> tuple[DecodeState, float]:
+        began = time.perf_counter()
+        state = loop.decode(target, draft, state, stops, jnp.int32(rounds), plan)
+        jax.block_until_ready(state)
+        return state, time.perf_counter() - began
+
+    costs = {}
+    for index, width in enumerate(plan.widths):
+        only = jnp.full((batch, len(plan.widths)), jnp.inf).at[:, index].set(1)
+        state, _ = run(state.replace(meter=Meter.of(only)), 1)
+        times = []
+        for _ in range(REPEATS):
+            state, short = run(state, 1)
+            state, long = run(state, 1 + ROUNDS)
+            times.append((short, long))
+        short, long = (min(column) for column in zip(*times, strict=True))
+        # A clock that stands still, or a busy machine, must not make a round free.
+        costs[width] = max((long - short) / ROUNDS, long / (1 + ROUNDS) / 10, 1e-9)
+    return costs
+
+
+def _made_up(
+    target: Target, draft: DFlashDraft, plan: RoundPlan, batch: int, context: int
+) -> DecodeState:
+    """`batch` sequences behind a prompt of zeros, accepting nothing, without end."""
+    caches = loop.empty_caches(target, draft, 1, plan.capacity)
+    ids = [0] * context
+    caches = loop.prefill(target, draft, caches, [ids], [0], plan.capacity, plan.implementation)
+    temperature = 1.0 if plan.sampled else 0.0
+    sampler, history = loop.sampling_state(
+        target, plan, [SamplingParams(temperature=temperature)], [ids]
+    )
+    row = loop.start(
+        target,
+        *caches,
+        jnp.full((1,), ALL_ROUNDS, jnp.int32),
+        jnp.ones((1,), jnp.int32),
+        stop_table([()]),
+        sampler,
+        history,
+        plan,
+        Meter.of(jnp.ones((1, len(plan.widths)))),
+    )
+    state = loop.side_by_side(row, batch)
+    return state.replace(done=jnp.zeros((batch,), bool))

@@ -1,0 +1,220 @@
+"""What callers may ask for: options and token ids checked, and the plan of a round they make."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import kernels
+from dflash_jax.config import DSparkHarvest, resolve_harvest
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.kernels import Implementation
+from dflash_jax.propose import RowDraws
+from dflash_jax.round import RoundPlan
+from dflash_jax.sampling import SamplingParams
+from dflash_jax.targets import Target
+from dflash_jax.window import DSparkVtPolicy, default_widths, resolve_policy
+
+MIN_CAPACITY, CAPACITY_STEP = 256, 4096
+ALL_ROUNDS = np.iinfo(np.int32).max
+STOPS = 8
+"""Stop ids that share a program: sets are padded to a multiple of this."""
+
+
+def round_plan(
+    target: Target,
+    draft: DFlashDraft | None,
+    *,
+    block_size: int | None = None,
+    verify_width: int | None = None,
+    harvest: DSparkHarvest | str | None = None,
+    policy: DSparkVtPolicy | None = None,
+    widths: Sequence[int] | None = None,
+    costs: Mapping[int, float] | None = None,
+    row_draws: RowDraws = "argmax",
+    logprobs: bool = False,
+    implementation: Implementation = None,
+    capacity: int = 1,
+    sampled: bool = False,
+) -> RoundPlan:
+    """The plan of a round, as `session.SpecSession` documents its options.
+
+    ValueError or NotImplementedError naming what does not fit.
+    """
+    if not isinstance(target, Target):
+        raise ValueError(
+            f"target: expected a Target (load_target(...).target), found a {kind_of(target)}"
+        )
+    if not isinstance(draft, DFlashDraft | None):
+        raise ValueError(
+            f"draft: expected a DFlashDraft (load_draft) or None, found a {kind_of(draft)}"
+        )
+    kernels.resolve(implementation)
+    same = {
+        "capacity": capacity,
+        "logprobs": logprobs,
+        "implementation": implementation,
+        "sampled": sampled,
+    }
+    if draft is None:
+        return RoundPlan(block_size=1, verify_width=1, **same)
+    target.check_drafter(draft.config)
+    harvest = resolve_harvest(draft.config, harvest)
+    block = between("block_size", block_size, 2, draft.config.block_size)
+    width = between("verify_width", verify_width, 2, harvest.drafts(block) + 1)
+    if row_draws not in get_args(RowDraws):
+        raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")
+    policy = resolve_policy(
+        policy,
+        is_dspark=draft.config.family == "dspark",
+        has_confidence=draft.confidence is not None,
+    )
+    return RoundPlan(
+        block_size=block,
+        verify_width=width,
+        harvest=harvest,
+        policy=policy,
+        widths=_widths(policy, widths, costs, width),
+        row_draws=row_draws,
+        **same,
+    )
+
+
+def _widths(
+    policy: DSparkVtPolicy,
+    widths: Sequence[int] | None,
+    costs: Mapping[int, float] | None,
+    widest: int,
+) -> tuple[int, ...]:
+    """Compiled verify widths, ascending, ending in the widest."""
+    paid = policy.kind == "cost"
+    if costs is not None and not paid:
+        raise ValueError(f"costs: expected with the policy 'cost', found {policy.kind!r}")
+    least = 1 if paid else 2
+    given = () if widths is None else sequence_of("widths", widths)
+    chosen = {*(between("widths", w, least, widest) for w in given), widest}
+    if widths is None:
+        chosen = set(default_widths(policy, widest) if costs is None else costs)
+    chosen |= {1} if paid else set()
+    if costs is not None:
+        _check_costs(costs, chosen, widest)
+    return tuple(sorted(chosen))
+
+
+def _check_costs(costs: Mapping[int, float], widths: Iterable[int], widest: int) -> None:
+    """ValueError unless there is a price for each width: 1, the widest, and those between."""
+    if not isinstance(costs, Mapping) or set(costs) != {1, *widths, widest}:
+        found = sorted(costs) if isinstance(costs, Mapping) else costs
+        raise ValueError(
+            f"costs: expected seconds for {sorted({1, *widths, widest})}, found {found}"
+        )
+    for width, seconds in costs.items():
+        number = isinstance(seconds, Real) and not isinstance(seconds, bool)
+        if not number or not 0 < seconds < float("inf"):
+            raise ValueError(f"costs: expected seconds above 0, found {seconds!r} for {width}")
+
+
+def stop_table(stops: Sequence[Sequence[int]], room: int = STOPS) -> jax.Array:
+    """Stop ids of each sequence `[B, n]`, padded with -1 to `room` or a multiple of it."""
+    longest = max(map(len, stops))
+    room *= max(1, -(-longest // room))
+    return jnp.asarray([[*ids, *[-1] * (room - len(ids))] for ids in stops], jnp.int32)
+
+
+def default_capacity(rows: int, limit: int) -> int:
+    """Rows to allocate for `rows`, at most `limit`: a power of two, or a multiple of 4096.
+
+    Nearby lengths so share compiled programs, and a long context is not doubled.
+    """
+    if rows > CAPACITY_STEP:
+        return min(-(-rows // CAPACITY_STEP) * CAPACITY_STEP, limit)
+    capacity = MIN_CAPACITY
+    while capacity < rows:
+        capacity *= 2
+    return min(capacity, limit)
+
+
+def budget_of(value: Any) -> int:
+    """Most tokens to emit, a positive integer."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ValueError(f"max_new_tokens: expected a positive integer, found {value!r}")
+    return min(int(value), ALL_ROUNDS)
+
+
+def between(name: str, value: int | None, low: int, high: int) -> int:
+    """An integer in `low..high`; None stands for the highest."""
+    value = high if value is None else value
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | np.integer)
+        or not low <= value <= high
+    ):
+        raise ValueError(f"{name}: expected {low}..{high}, found {value!r}")
+    return int(value)
+
+
+def kind_of(value: Any) -> str:
+    """The name of a value's type, for errors."""
+    return type(value).__name__
+
+
+def rounds_of(rounds: int | None, least: int) -> int:
+    """Rounds to run as an int32; None stands for all."""
+    if rounds is None:
+        return ALL_ROUNDS
+    if isinstance(rounds, bool) or not isinstance(rounds, int | np.integer) or rounds < least:
+        raise ValueError(f"rounds: expected an integer from {least} or None, found {rounds!r}")
+    return min(int(rounds), ALL_ROUNDS)
+
+
+def stop_ids_of(stops: Any) -> list[int] | list[list[int]]:
+    """Stop ids for all sequences, or a list of them for each."""
+    stops = listed(stops)
+    nested = isinstance(stops, Sequence) and not isinstance(stops, str) and len(stops) > 0
+    if nested and isinstance(listed(stops[0]), Sequence) and not isinstance(stops[0], str):
+        return [token_ids_of("stop_token_ids", ids, None) for ids in stops]
+    return token_ids_of("stop_token_ids", stops, None)
+
+
+def requests_of(sampling: Any) -> SamplingParams | Sequence[SamplingParams]:
+    """ValueError for what is neither `SamplingParams` nor a list of them."""
+    for params in sampling if isinstance(sampling, Sequence) else [sampling]:
+        if not isinstance(params, SamplingParams):
+            raise ValueError(
+                f"sampling: expected SamplingParams (or one a prompt), found {params!r}"
+            )
+    return sampling
+
+
+def listed(value: Any) -> Any:
+    """The elements of an array of either library, anything else as it is."""
+    return np.asarray(value).tolist() if isinstance(value, np.ndarray | jax.Array) else value
+
+
+def sequence_of(name: str, values: Any) -> Sequence[Any]:
+    """A sequence as it is, the elements of an array; ValueError for others."""
+    values = listed(values)
+    if not isinstance(values, Sequence):
+        raise ValueError(f"{name}: expected a list, found {values!r}")
+    return values
+
+
+def token_ids_of(name: str, ids: Iterable[int], vocabulary: int | None) -> list[int]:
+    """Token ids as ints; without a vocabulary, those that an int32 holds."""
+    ids = listed(ids)
+    if not isinstance(ids, Iterable):
+        raise ValueError(f"{name}: expected token ids, found {ids!r}")
+    last = np.iinfo(np.int32).max if vocabulary is None else vocabulary - 1
+    out = []
+    for token in ids:
+        if isinstance(token, jax.Array) and token.ndim == 0:
+            token = token.item()
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            raise ValueError(f"{name}: expected token ids, found {token!r}")
+        if not 0 <= token <= last:
+            raise ValueError(f"{name}: expected ids in 0..{last}, found {token}")
+        out.append(int(token))
+    return out
