@@ -6,6 +6,7 @@ draft = load_draft("my-drafter", loaded.target)
 out = generate(loaded.target, draft, loaded.text.encode("Hello"), max_new_tokens=64)
 """
 
+from dflash_jax.batch import Piece, Request, Slots, serve, stream
 from dflash_jax.checkpoint import load_draft, save_draft
 from dflash_jax.compare import Comparison, compare
 from dflash_jax.config import (
@@ -16,6 +17,7 @@ from dflash_jax.config import (
     resolve_harvest,
 )
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
+from dflash_jax.cost import measure_costs
 from dflash_jax.draft import (
     DFlashDraft,
     DFlashLayer,
@@ -61,7 +63,10 @@ __all__ = [
     "Generation",
     "LoadedTarget",
     "MarkovHead",
+    "Piece",
+    "Request",
     "SamplingParams",
+    "Slots",
     "SpecSession",
     "Target",
     "compare",
@@ -84,8 +89,11 @@ __all__ = [
     "ingest_ctx",
     "load_draft",
     "load_target",
+    "measure_costs",
     "read_config",
     "rejection_accept_len",
     "resolve_harvest",
     "save_draft",
+    "serve",
+    "stream",
 ]

@@ -74,16 +74,17 @@ def _made_up(
     sampler, history = loop.sampling_state(
         target, plan, [SamplingParams(temperature=temperature)], [ids]
     )
+    stops = stop_table([()])
     row = loop.start(
         target,
         *caches,
         jnp.full((1,), ALL_ROUNDS, jnp.int32),
         jnp.ones((1,), jnp.int32),
-        stop_table([()]),
+        stops,
         sampler,
         history,
         plan,
         Meter.of(jnp.ones((1, len(plan.widths)))),
     )
-    state = loop.side_by_side(row, batch)
+    state, _ = loop.side_by_side((row, stops), batch)
     return state.replace(done=jnp.zeros((batch,), bool))

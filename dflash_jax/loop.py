@@ -37,6 +37,10 @@ class Caches(NamedTuple):
     last: jax.Array
 
 
+Sequences = tuple[DecodeState, jax.Array]
+"""A state and the stop ids `[B, n]` of its sequences."""
+
+
 @partial(jax.jit, static_argnames=("batch", "capacity"))
 def empty_caches(target: Target, draft: DFlashDraft | None, batch: int, capacity: int) -> Caches:
     """Caches for `capacity` rows a sequence and the padding of a prompt's last chunk."""
@@ -251,15 +255,15 @@ def decode(
 
 
 @partial(jax.jit, static_argnames=("slots",))
-def side_by_side(row: DecodeState, slots: int) -> DecodeState:
+def side_by_side(row: Sequences, slots: int) -> Sequences:
     """`slots` copies of one sequence, all of them done: room for others, see `join`."""
-    state = jax.tree.map(lambda leaf: jnp.repeat(leaf, slots, axis=0), row)
-    return state.replace(done=jnp.ones((slots,), bool))
+    state, stops = jax.tree.map(lambda leaf: jnp.repeat(leaf, slots, axis=0), row)
+    return state.replace(done=jnp.ones((slots,), bool)), stops
 
 
-@partial(jax.jit, donate_argnames=("state",))
-def join(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
-    """`state` with its sequence `slot []` replaced by the only one of `row`, in place.
+@partial(jax.jit, donate_argnames=("rows",))
+def join(rows: Sequences, row: Sequences, slot: jax.Array) -> Sequences:
+    """`rows` with the sequence `slot []` replaced by the only one of `row`, in place.
 
     Every leaf of a state leads with the batch, the target's own too; no other sequence is touched.
     """
@@ -267,4 +271,4 @@ def join(state: DecodeState, row: DecodeState, slot: jax.Array) -> DecodeState:
     def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
         return jax.lax.dynamic_update_index_in_dim(leaf, new[0], slot, 0)
 
-    return jax.tree.map(put, state, row)
+    return jax.tree.map(put, rows, row)

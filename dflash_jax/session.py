@@ -233,7 +233,8 @@ class SpecSession:
             logprobs=logprobs,
             implementation=implementation,
         )
-        self.target, self.draft, self.costs = target, draft, costs
+        self.target, self.draft = target, draft
+        self._given_costs = self.costs = costs
         self._capacity, self._accept, self._check = capacity, accept, check
         self._chunk = (
             chunk if chunk is None else between("chunk", chunk, loop.CHUNKS[0], ALL_ROUNDS)
@@ -275,7 +276,7 @@ class SpecSession:
         if self.plan.policy.kind == "cost":
             # Before the caches: measuring takes as much memory as they do.
             longest = max(map(len, rows))
-            self._paid = self.costs or cost.measure_costs(
+            self.costs = self._given_costs or cost.measure_costs(
                 self.target, self.draft, self.plan, len(rows), longest
             )
         caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
@@ -459,7 +460,7 @@ class SpecSession:
         sampler, history = loop.sampling_state(self.target, self.plan, params, self._context)
         meter = None
         if self.plan.policy.kind == "cost":
-            meter = Meter.of(cost.table(self._paid, len(rows)))
+            meter = Meter.of(cost.table(self.costs, len(rows)))
         self.state = loop.start(
             self.target,
             *caches,

@@ -11,7 +11,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from targets import SLIDING, TINY, TINY_TARGET, tiny_draft, tiny_target
 
-from dflash_jax import SpecSession, generate, loop
+from dflash_jax import DSparkVtPolicy, SpecSession, generate, loop
 from dflash_jax.attention import ABSENT
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -71,9 +71,16 @@ def test_a_generation_is_one_while_loop_without_callbacks(batch):
     assert not [n for n in names if "callback" in n or "infeed" in n or "outfeed" in n]
 
 
-@pytest.mark.parametrize("batch", [1, 3])
-def test_no_cache_is_copied_inside_the_loop(batch):
-    session = opened(batch)
+COSTS = {1: 1.0, 2: 1.2, 4: 1.5}
+
+
+@pytest.mark.parametrize(
+    ("batch", "options"),
+    [(1, {}), (3, {}), (2, {"policy": DSparkVtPolicy("cost"), "costs": COSTS})],
+    ids=["1", "3", "cost"],
+)
+def test_no_cache_is_copied_inside_the_loop(batch, options):
+    session = opened(batch, **options)
     caches = session.state.target.k + session.state.target.v
     caches += session.state.draft.k + session.state.draft.v
     text = loop.decode.lower(*arguments(session, 5)).compile().as_text()

@@ -8,16 +8,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import trained
+from targets import mistaken_draft, table_target
 
 from dflash_jax import SpecSession, generate
 from dflash_jax.round import propose_block
 from dflash_jax.window import (
     DSparkVtPolicy,
+    Meter,
     PolicyKind,
     choose_vt,
+    cost_widths,
     dspark_confidence_vt,
     dspark_slot_confidence_vt,
     ladder_vt,
+    metered,
     resolve_policy,
 )
 
@@ -273,3 +277,115 @@ def test_the_ladder_works_for_the_other_families(family):
 def test_policies_hash_as_static_arguments():
     assert {p.kind for p in POLICIES} | {"cost"} == set(get_args(PolicyKind))
     assert hash(POLICIES[2]) == hash(dataclasses.replace(POLICIES[2]))
+
+
+# --- what pays -----------------------------------------------------------------------------------
+
+FOLLOWS = [(token + 1) % 32 for token in range(32)]
+COST = DSparkVtPolicy("cost")
+
+
+def meter(seconds, kept=0.0, tried=0.0, batch=1):
+    columns = (jnp.full((batch,), x, jnp.float32) for x in (tried, kept))
+    return Meter(jnp.tile(jnp.asarray(seconds, jnp.float32), (batch, 1)), *columns)
+
+
+@pytest.mark.parametrize(
+    ("accepted", "seconds", "width"),
+    [
+        (0.5, (1, 5, 5, 5), 1),  # two tokens a round for the price of five
+        (0.0, (1, 1.1, 1.1, 1.1), 1),
+        (0.5, (1, 1.1, 1.2, 1.3), 4),  # 1.5, 1.875, 1.99 tokens a round
+        (0.5, (1, 1.1, 1.2, 1.2), 8),
+        (0.5, (1, 1.1, 1.5, 2.0), 2),
+        (0.99, (1, 3, 4, 5), 8),
+        (0.99, (1, 3, 4, 9), 1),
+    ],
+)
+def test_the_width_of_the_most_tokens_a_second(accepted, seconds, width):
+    known = meter(seconds, kept=1e6 * accepted, tried=1e6)
+    assert cost_widths(known, (1, 2, 4, 8), jnp.ones(1, bool), shared=False).tolist() == [width]
+
+
+def test_a_batch_decides_together_or_each_for_itself():
+    seconds, widths = (1.0, 1.5, 2.0), (1, 2, 8)
+    both = Meter(
+        jnp.tile(jnp.asarray(seconds), (3, 1)), jnp.full((3,), 1e6), jnp.asarray([0, 9e5, 0])
+    )
+    live = jnp.ones(3, bool)
+    assert cost_widths(both, widths, live, shared=False).tolist() == [1, 8, 1]
+    assert cost_widths(both, widths, live, shared=True).tolist() == [8, 8, 8]
+    # A frozen row has no say.
+    assert cost_widths(both, widths, ~live.at[1].set(False), shared=True).tolist() == [8, 8, 8]
+    assert cost_widths(both, widths, live.at[1].set(False), shared=True).tolist() == [1, 1, 1]
+
+
+def test_the_meter_counts_the_drafts_that_were_judged():
+    known = meter((1, 1), kept=3.0, tried=10.0, batch=4)
+    accepted, width = jnp.asarray([2, 3, 0, 1]), jnp.asarray([4, 4, 1, 4])
+    after = metered(known, accepted, width, jnp.asarray([True, True, True, False]))
+    fade, idle = np.float32(0.9), np.float32(0.985)
+    np.testing.assert_allclose(after.tried, [10 * fade + 3, 10 * fade + 3, 10 * idle, 10], 1e-6)
+    np.testing.assert_allclose(after.kept, [3 * fade + 2, 3 * fade + 3, 3 * idle, 3], 1e-6)
+
+
+def test_a_drafter_is_turned_off_where_it_does_not_pay_and_on_again_where_it_does():
+    """Wrong for the first two hundred tokens, right after them; no token changes."""
+    size, block = 256, 4
+    target = table_target([(t + 1) % size for t in range(size)], block_size=block)
+    draft = mistaken_draft(target, range(200))
+    costs = {1: 1.0, 2: 1.2, 4: 1.5}
+    out = generate(target, draft, [255], 500, policy=COST, costs=costs)
+    assert out.token_ids == [(t + 256) % size for t in range(500)]
+    first = out.verify_widths[:190]
+    assert first[0] == 4
+    assert np.mean(np.asarray(first) == 1) > 0.8
+    assert any(w > 1 for w in first[60:])  # it is tried again
+    position = np.cumsum(out.acceptance_lengths)
+    good = np.asarray(out.verify_widths)[(position > 215) & (position < 255)]
+    assert 4 in good
+    dear = {1: 1.0, 2: 5.0, 4: 5.0}
+    never = generate(target, draft, [255], 60, policy=COST, costs=dear, capacity=512)
+    assert set(never.verify_widths) == {1}
+
+
+def test_no_decision_changes_a_token():
+    """The drafter is fed while it rests: drafting again, it drafts as if it never had."""
+    target, draft = trained("dspark")
+    prompts, widest = [TEXT, TEXT[:9]], 9
+    plain = generate(target, None, prompts, 60)
+    costs = {1: 1.0, widest: 1.7}
+    session = SpecSession(target, draft, policy=COST, costs=costs, check=True)
+    session.open(prompts, 60)
+    while not session.done:
+        session.burst(7)  # with `check`, that both caches hold the same rows
+    outs = session.results()
+    assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+    assert {1, widest} <= {width for out in outs for width in out.verify_widths}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"costs": {1: 1.0, 4: 2.0}}, "costs: expected with the policy 'cost', found 'fixed'"),
+        ({"policy": COST, "costs": {4: 1.0}}, r"costs: expected seconds for \[1, 4\], found \[4\]"),
+        ({"policy": COST, "costs": {1: 1.0, 4: 0}}, "costs: expected seconds above 0, found 0"),
+        ({"policy": COST, "costs": 3}, r"costs: expected"),
+        ({"policy": COST, "widths": [5]}, r"widths: expected 1\.\.4, found 5"),
+    ],
+)
+def test_costs_are_seconds_for_every_width(options, message):
+    target = table_target(FOLLOWS)
+    with pytest.raises(ValueError, match=message):
+        SpecSession(target, mistaken_draft(target, ()), **options)
+
+
+def test_costs_are_measured_when_none_are_given():
+    target = table_target(FOLLOWS)
+    session = SpecSession(target, mistaken_draft(target, ()), policy=COST, widths=[1, 4])
+    session.open([[3], [9, 10]], 30)
+    assert session.plan.widths == (1, 4)
+    assert set(session.costs) == {1, 4}
+    assert all(0 < seconds < 60 for seconds in session.costs.values())
+    session.burst()
+    assert session.results()[1].token_ids == [(11 + i) % 32 for i in range(30)]

@@ -1,0 +1,295 @@
+"""Continuous batching: requests join and leave the rows of one compiled loop between rounds.
+
+    for number, result in serve(target, draft, [Request(ids), Request(other, 32)], slots=8): ...
+
+A request gets the tokens that it would get alone, whoever its neighbours are, whichever slot it
+takes and whenever it comes.
+"""
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax import cost, loop
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.options import (
+    STOPS,
+    between,
+    budget_of,
+    capacity_for,
+    round_plan,
+    rounds_of,
+    stop_table,
+    token_ids_of,
+)
+from dflash_jax.round import DecodeState
+from dflash_jax.sampling import SamplingParams
+from dflash_jax.session import GREEDY, Generation, books, check_faults, generation_of
+from dflash_jax.targets import Target
+from dflash_jax.window import Meter
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt and what is wanted of it. stop_token_ids: None for the target's own."""
+
+    ids: Sequence[int]
+    max_new_tokens: int = 128
+    sampling: SamplingParams = GREEDY
+    stop_token_ids: Sequence[int] | None = None
+
+    def __post_init__(self):
+        if not isinstance(self.sampling, SamplingParams):
+            raise ValueError(f"sampling: expected SamplingParams, found {self.sampling!r}")
+
+
+class Piece(NamedTuple):
+    """New tokens of one request, by its number; `result` with the last ones, None before."""
+
+    request: int
+    token_ids: list[int]
+    result: Generation | None
+
+
+def serve(
+    target: Target,
+    draft: DFlashDraft | None,
+    requests: Iterable[Request],
+    slots: int = 8,
+    **options: Any,
+) -> Iterator[tuple[int, Generation]]:
+    """(number, result) of every request, as they finish; `slots` are decoded at a time.
+
+    Args:
+      target, draft: as in `session.generate`.
+      requests: a list, or an iterator that is asked for one whenever a slot is free. An iterator
+        cannot be looked through beforehand: say `capacity`, and which kinds of requests may come
+        (`sampled`, `penalised`, `biased`).
+      **options: those of `Slots`.
+
+    ValueError names a request that cannot be honoured; of a list, before anything runs.
+    """
+    for piece in stream(target, draft, requests, slots, rounds=None, **options):
+        if piece.result is not None:
+            yield piece.request, piece.result
+
+
+def stream(
+    target: Target,
+    draft: DFlashDraft | None,
+    requests: Iterable[Request],
+    slots: int = 8,
+    *,
+    rounds: int | None = 1,
+    **options: Any,
+) -> Iterator[Piece]:
+    """As `serve`, with new tokens every `rounds` rounds (None: whenever a request finishes)."""
+    if isinstance(requests, Sequence):
+        options = _needs(target, requests) | options
+    elif "capacity" not in options:
+        raise ValueError("capacity: expected rows a sequence for an iterator, found none given")
+    rows = Slots(target, draft, slots, **options)
+    if isinstance(requests, Sequence):
+        for number, request in enumerate(requests):
+            rows.check(request, number)
+    waiting = enumerate(requests)
+    while True:
+        for number, request in itertools.islice(waiting, len(rows.free)):
+            rows.join(request, number)
+        if len(rows.free) == slots:
+            return
+        # A first token may have been the last one: its slot is free before a round runs.
+        pieces = rows.news()
+        yield from pieces
+        if not any(piece.result for piece in pieces):
+            rows.burst(rounds)
+            yield from rows.news()
+
+
+def _needs(target: Target, requests: Sequence[Request]) -> dict[str, Any]:
+    """The options of `Slots` that a list of requests needs."""
+    if not requests:
+        raise ValueError("requests: expected at least one, found none")
+    rows = max(len(r.ids) + r.max_new_tokens - 1 for r in requests)
+    return {
+        "capacity": capacity_for(rows, target.max_positions),
+        "sampled": any(not r.sampling.greedy for r in requests),
+        "penalised": any(r.sampling.penalised for r in requests),
+        "biased": any(bool(r.sampling.logit_bias) for r in requests),
+        "stops": max(STOPS, *(len(r.stop_token_ids or target.stop_token_ids) for r in requests)),
+    }
+
+
+class Slots:
+    """`slots` sequences side by side, each a request's or free.
+
+    Args:
+      target, draft: as in `session.generate`.
+      capacity: rows that a request may hold, prompt and output.
+      sampled, penalised, biased: the kinds of requests that may come. They are parts of the
+        compiled programs, so that nothing is compiled again as requests come and go.
+      stops: most stop ids of a request.
+      **options: of `options.round_plan` (block_size, verify_width, harvest, policy, widths, costs,
+        row_draws, logprobs, implementation), as in `session.SpecSession`.
+
+    A prompt is read alone, chunk by chunk, into caches of one sequence; these then take the place
+    of the slot's, in the donated state: no other sequence is touched or copied.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        draft: DFlashDraft | None,
+        slots: int,
+        *,
+        capacity: int,
+        sampled: bool = False,
+        penalised: bool = False,
+        biased: bool = False,
+        stops: int = STOPS,
+        **options: Any,
+    ):
+        capacity = between("capacity", capacity, 1, target.max_positions)
+        self.plan = round_plan(target, draft, capacity=capacity, sampled=sampled, **options)
+        self.target, self.draft = target, draft
+        self.slots, self._stops = between("slots", slots, 1, 1 << 16), stops
+        self._kinds = {"penalised": penalised, "biased": biased}
+        self._meter = None
+        if self.plan.policy.kind == "cost":
+            given = options.get("costs")
+            self.costs = given or cost.measure_costs(
+                target, draft, self.plan, self.slots, capacity // 2
+            )
+            self._meter = cost.table(self.costs, 1)
+        self._state: tuple[DecodeState, jax.Array] | None = None
+        self._held: list[_Held | None] = [None] * self.slots
+
+    @property
+    def free(self) -> list[int]:
+        """Slots without a request."""
+        return [slot for slot, held in enumerate(self._held) if held is None]
+
+    def check(self, request: Request, number: int = 0) -> tuple[list[int], list[int]]:
+        """A request's ids and stop ids; ValueError naming what these slots cannot do for it."""
+        try:
+            ids = token_ids_of("prompt", request.ids, self.target.vocab_size)
+            stops = self.target.stop_token_ids
+            if request.stop_token_ids is not None:
+                stops = request.stop_token_ids
+            stops = token_ids_of("stop_token_ids", stops, None)
+            budget_of(request.max_new_tokens)
+            if not 1 <= len(ids) <= self.plan.capacity:
+                most = self.plan.capacity
+                raise ValueError(f"prompt: expected 1..{most} tokens (capacity), found {len(ids)}")
+            if len(stops) > self._stops:
+                raise ValueError(
+                    f"stop_token_ids: expected at most {self._stops} (stops), found {len(stops)}"
+                )
+            params = request.sampling
+            kinds = {"sampled": self.plan.sampled} | self._kinds
+            wanted = (not params.greedy, params.penalised, bool(params.logit_bias))
+            for (kind, possible), needed in zip(kinds.items(), wanted, strict=True):
+                if needed and not possible:
+                    raise ValueError(f"sampling: expected slots with {kind}=True, found False")
+        except ValueError as error:
+            raise ValueError(f"request {number}: {error}") from None
+        return ids, stops
+
+    def join(self, request: Request, number: int = 0) -> int:
+        """Read a request's prompt into a free slot and emit its first token; returns the slot.
+
+        ValueError where no slot is free, and as `check`.
+        """
+        ids, stops = self.check(request, number)
+        if not self.free:
+            raise ValueError(f"slots: expected a free one, found all {self.slots} taken")
+        slot, plan, began = self.free[0], self.plan, time.perf_counter()
+        caches = loop.empty_caches(self.target, self.draft, 1, plan.capacity)
+        caches = loop.prefill(
+            self.target, self.draft, caches, [ids], [0], plan.capacity, plan.implementation
+        )
+        table = stop_table([stops], self._stops)
+        sampler, history = loop.sampling_state(
+            self.target, plan, [request.sampling], [ids], **self._kinds
+        )
+        row = loop.start(
+            self.target,
+            *caches,
+            jnp.asarray([budget_of(request.max_new_tokens)], jnp.int32),
+            jnp.asarray([plan.verify_width], jnp.int32),
+            table,
+            sampler,
+            history,
+            plan,
+            None if self._meter is None else Meter.of(self._meter),
+        )
+        if self._state is None:
+            self._state = loop.side_by_side((row, table), self.slots)
+        self._state = loop.join(self._state, (row, table), jnp.int32(slot))
+        jax.block_until_ready(self._state)
+        taken = time.perf_counter() - began
+        self._held[slot] = _Held(number, len(ids), stops, prefill_seconds=taken)
+        return slot
+
+    def leave(self, slot: int) -> None:
+        """Give up a slot's request; its neighbours go on."""
+        if self._held[slot] is None:
+            raise ValueError(f"slot: expected one with a request, found {slot} free")
+        assert self._state is not None
+        state, stops = self._state
+        done = np.array(state.done)
+        done[slot] = True
+        self._state, self._held[slot] = (state.replace(done=jnp.asarray(done)), stops), None
+
+    def burst(self, rounds: int | None = None) -> None:
+        """At most `rounds` rounds, fewer where a request finishes sooner (None: until then)."""
+        if self._state is None:
+            raise ValueError("slots: expected join() first, found none taken")
+        state, stops = self._state
+        limit, began = jnp.int32(rounds_of(rounds, 0)), time.perf_counter()
+        idle = jnp.sum(state.done)
+        state = loop.decode(self.target, self.draft, state, stops, limit, self.plan, idle)
+        self._state = jax.block_until_ready((state, stops))
+        taken = time.perf_counter() - began
+        for held in self._held:
+            if held is not None:
+                held.seconds += taken
+
+    def news(self) -> list[Piece]:
+        """What each request got since the last call; the finished ones leave their slots."""
+        assert self._state is not None
+        state = self._state[0]
+        names = ["a free slot" if h is None else f"request {h.number}" for h in self._held]
+        check_faults(state, names)
+        done, emitted, tokens = jax.device_get((state.done, state.emitted, state.tokens))
+        host, pieces = None, []
+        for slot, held in enumerate(self._held):
+            if held is None or not (done[slot] or emitted[slot] > held.sent):
+                continue
+            new, result = tokens[slot, held.sent : emitted[slot]].tolist(), None
+            held.sent = int(emitted[slot])
+            if done[slot]:
+                host = books(state) if host is None else host
+                times = held.prefill_seconds, held.seconds
+                result = generation_of(host, slot, held.prompt_tokens, held.stops, *times)
+                self._held[slot] = None
+            pieces.append(Piece(held.number, new, result))
+        return pieces
+
+
+@dataclasses.dataclass
+class _Held:
+    """A slot's request on the host: sent counts its tokens that were handed out."""
+
+    number: int
+    prompt_tokens: int
+    stops: list[int]
+    prefill_seconds: float
+    seconds: float = 0.0
+    sent: int = 0
