@@ -5,7 +5,7 @@ SpecSession(target, draft, policy=DSparkVtPolicy("cost"), costs=costs)
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -29,14 +29,19 @@ def table(costs: Mapping[int, float], batch: int) -> jax.Array:
 
 
 def measure_costs(
-    target: Target, draft: DFlashDraft, plan: RoundPlan, batch: int, context: int
+    target: Target,
+    draft: DFlashDraft,
+    plan: RoundPlan,
+    batch: int,
+    context: int,
+    decode: Callable[..., DecodeState] = loop.decode,
 ) -> dict[int, float]:
     """Seconds of a round of `batch` sequences at each of the plan's widths, draft and all.
 
     The compiled loop itself is timed, over made-up prompts of `context` tokens (fewer where the
     capacity is too small): a round of one width is what it chooses where all others cost the earth.
     Nothing is accepted, so that a round is a row. A long run less a short one leaves the launch
-    out; the best of several counts.
+    out; the best of several counts. decode: the loop to time, of `loop.decode`'s arguments.
     """
     needed = len(plan.widths) * (1 + REPEATS * (ROUNDS + 2)) + 1
     state = _made_up(target, draft, plan, batch, max(1, min(context, plan.capacity - needed)))
@@ -44,7 +49,7 @@ def measure_costs(
 
     def run(state: DecodeState, rounds: int) -> tuple[DecodeState, float]:
         began = time.perf_counter()
-        state = loop.decode(target, draft, state, stops, jnp.int32(rounds), plan)
+        state = decode(target, draft, state, stops, jnp.int32(rounds), plan)
         jax.block_until_ready(state)
         return state, time.perf_counter() - began
 

@@ -87,14 +87,17 @@ def measured_window(family: str, platform: str) -> dict[str, Any]:
     return options
 
 
-def default_widths(policy: DSparkVtPolicy, widest: int) -> tuple[int, ...]:
+def default_widths(policy: DSparkVtPolicy, widest: int, rows_cost: bool = False) -> tuple[int, ...]:
     """The verify widths to compile, ascending: each is a program of the target's.
 
-    `cost` chooses among none, a quarter, half and the whole; the others get the whole alone.
+    `cost` chooses among none, a quarter, half and the whole. The others get the whole alone, for a
+    GPU verifies it at the price of a row; rows_cost: where it doesn't, as on a CPU, a quarter and a
+    half too.
     """
-    if policy.kind != "cost":
-        return (widest,)
-    return tuple(sorted({1, max(2, -(-widest // 4)), max(2, -(-widest // 2)), widest}))
+    parts = {max(2, -(-widest // 4)), max(2, -(-widest // 2)), widest}
+    if policy.kind == "cost":
+        return tuple(sorted({1, *parts}))
+    return tuple(sorted(parts)) if rows_cost and policy.kind != "fixed" else (widest,)
 
 
 @struct.dataclass

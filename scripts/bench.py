@@ -6,6 +6,7 @@
     python scripts/bench.py --preset qwen3-8b --context 512 2048 8192 32768 --stages draft_round
     python scripts/bench.py --preset qwen3-8b --capacities 4096 32768 --implementation xla pallas
     python scripts/bench.py --target smollm2 --draft dflash     # real checkpoints, real prompts
+    python scripts/bench.py --batch 1 8 32 --acceptance 0.7 --stages loop,plain_step,cost_loop
 
 A round over few sequences moves far more bytes than it computes, so a stage is judged by
 time / floor. The floor is the bytes it must read once (weights, K/V of the context) over the read
@@ -21,8 +22,9 @@ add to a stage: its time less that of the same program with a trivial stand-in o
 Compilation comes first and is reported apart; results are checked against the XLA reference before
 anything is timed.
 
-Several values of --family, --context, --capacity or --implementation make several cases; every
-stage runs over all of them before the next, less telling one, so that --seconds cuts off the least.
+Several values of --family, --batch, --context, --capacity or --implementation make several cases;
+every stage runs over all of them before the next, less telling one, so that --seconds cuts off the
+least.
 
 Prints a table, what follows from it, and last one JSON line (milliseconds, bytes, bytes a second).
 Exit status 2 with one line on stderr for bad arguments and for want of memory.
@@ -53,6 +55,7 @@ from bench_shapes import (
     random_draft,
     random_target,
     random_workload,
+    spread,
 )
 from bench_stages import DIFFERENCES, OF_TARGET, STAGES
 from bench_timing import Program, bandwidth, check, measure
@@ -116,7 +119,18 @@ def parser() -> Parser:
     )
     add("--block-size", type=int, help="rows drafted a round")
     add("--window", type=int, help="keys that every drafter layer sees (default: the preset's)")
-    add("--batch", type=int, default=1, help="sequences side by side (default: 1)")
+    add(
+        "--batch",
+        type=int,
+        nargs="+",
+        default=[1],
+        help="sequences side by side, each with a context of its own (default: 1)",
+    )
+    add(
+        "--acceptance",
+        type=float,
+        help="accept drafts by chance at this rate: random weights accept next to nothing",
+    )
     add("--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 off it")
     add("--stages", help=f"default: all that the preset has, of {','.join(STAGES)}")
     add("--iterations", type=int, help="a timing's iterations (default: 50, CPU: 5)")
@@ -132,10 +146,12 @@ def check_arguments(args: argparse.Namespace, iterations: int) -> None:
     """ValueError for what can't work, before anything is loaded or made."""
     if (args.preset or "smollm2") not in PRESETS:
         raise ValueError(f"--preset: expected one of {', '.join(PRESETS)}, found {args.preset!r}")
-    counts = {"iterations": [iterations], "repeats": [args.repeats], "batch": [args.batch]}
+    counts = {"iterations": [iterations], "repeats": [args.repeats], "batch": args.batch}
     for name, values in (counts | {"context": args.context or [1]}).items():
         if min(values) < 1:
             raise ValueError(f"--{name}: expected at least 1, found {min(values)}")
+    if args.acceptance is not None and not 0 <= args.acceptance <= 1:
+        raise ValueError(f"--acceptance: expected 0 to 1, found {args.acceptance}")
     if args.seconds is not None and not args.seconds > 0:
         raise ValueError(f"--seconds: expected more than 0, found {args.seconds}")
     if (args.target is None) != (args.draft is None) or (args.target and args.preset):
@@ -172,28 +188,30 @@ def make_cases(args: argparse.Namespace, iterations: int) -> Iterator[Case]:
     """Every combination that the arguments ask for; ValueError where one can't work."""
     preset = PRESETS[args.preset or "smollm2"]
     sizes = [
-        (context, capacity)
+        (batch, context, capacity)
+        for batch in args.batch
         for context in args.context or [preset.context]
-        for capacity in args.capacity or [max(2 * context, _rows_needed(context, iterations))]
+        for capacity in args.capacity
+        or [max(2 * context, _rows_needed(context, iterations, batch))]
     ]
-    for context, capacity in sizes:
+    for batch, context, capacity in sizes:
         # The longest run commits one row a round; the last must leave a sequence unfinished.
-        needed = _rows_needed(context, iterations)
+        needed = _rows_needed(context, iterations, batch)
         if capacity < needed:
             raise ValueError(
                 f"--capacity: expected at least {needed} (context {context}, twice {iterations} "
                 f"iterations and 1), found {capacity}"
             )
     for make in _loaded(args, iterations) if args.target else _random(args, preset):
-        for context, capacity in sizes:
-            work = make(context, capacity)
+        for batch, context, capacity in sizes:
+            work = dataclasses.replace(make(batch, context, capacity), acceptance=args.acceptance)
             for implementation in args.implementation:
                 case = work.using(_implementation(implementation))
                 yield Case(case, describe_case(case, implementation))
 
 
-def _rows_needed(context: int, iterations: int) -> int:
-    return context + 2 * iterations + 1
+def _rows_needed(context: int, iterations: int, batch: int = 1) -> int:
+    return max(spread(context, batch)) + 2 * iterations + 1
 
 
 def _random(args, preset):
@@ -203,8 +221,13 @@ def _random(args, preset):
     target = random_target(preset.target, dtype)
     for config in configs:
         draft = random_draft(config, dtype)
-        yield lambda context, capacity, draft=draft: random_workload(
-            target, draft, batch=args.batch, context=context, capacity=capacity
+        yield lambda batch, context, capacity, draft=draft: random_workload(
+            target,
+            draft,
+            batch=batch,
+            context=context,
+            capacity=capacity,
+            contexts=spread(context, batch),
         )
 
 
@@ -212,37 +235,38 @@ def _loaded(args, iterations):
     directories = [draft_directory(name) for name in args.draft]
     loaded = load_target(args.target, args.dtype)
 
-    def fitting(context, capacity):
+    def fitting(batch, context, capacity):
         """The given capacity; the default one is cut to the model's context."""
-        most = max(loaded.target.max_positions, _rows_needed(context, iterations))
+        most = max(loaded.target.max_positions, _rows_needed(context, iterations, batch))
         return capacity if args.capacity else min(capacity, most)
 
     for directory in directories:
         draft = load_draft(directory, loaded.target, args.dtype)
-        yield lambda context, capacity, draft=draft: loaded_workload(
+        yield lambda batch, context, capacity, draft=draft: loaded_workload(
             loaded.target,
             draft,
-            context_ids(loaded, args.batch, context),
-            capacity=fitting(context, capacity),
+            context_ids(loaded, spread(context, batch)),
+            capacity=fitting(batch, context, capacity),
             block_size=args.block_size,
         )
 
 
-def context_ids(loaded: LoadedTarget, batch: int, context: int) -> list[list[int]]:
-    """For each sequence `context` tokens that end in a question: held-out prompts, one after
+def context_ids(loaded: LoadedTarget, contexts: Sequence[int]) -> list[list[int]]:
+    """For each sequence so many tokens that end in a question: held-out prompts, one after
     another. Random ids where the target has no tokenizer.
     """
     if loaded.text is None:
-        ids = jax.random.randint(jax.random.key(0), (batch, context), 0, loaded.target.vocab_size)
-        return ids.tolist()
+        size = len(contexts), max(contexts)
+        ids = jax.random.randint(jax.random.key(0), size, 0, loaded.target.vocab_size)
+        return [row[-n:] for row, n in zip(ids.tolist(), contexts, strict=True)]
     prompts = [corpus.prompt_ids(record, loaded.text) for record in corpus.read_records(PROMPTS)]
-    rows: list[list[int]] = [[] for _ in range(batch)]
-    for b in range(batch):
+    rows: list[list[int]] = [[] for _ in contexts]
+    for b, context in enumerate(contexts):
         for number in itertools.count(b, -1):
             if len(rows[b]) >= context:
                 break
             rows[b] = prompts[number % len(prompts)] + rows[b]
-    return [row[-context:] for row in rows]
+    return [row[-n:] for row, n in zip(rows, contexts, strict=True)]
 
 
 def run_rival(work: Workload, timeout: float | None = None) -> dict[str, Any]:
@@ -376,6 +400,9 @@ def describe_case(work: Workload, implementation: str) -> dict[str, Any]:
     return {
         "family": work.draft.config.family,
         "implementation": implementation,
+        "batch": work.batch,
+        "acceptance": work.acceptance,
+        "contexts": list(work.contexts),
         "resolved": kernels.resolve(work.plan.implementation),
         "context": work.context,
         "capacity": work.plan.capacity,

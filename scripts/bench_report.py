@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
-KEYS = ("family", "implementation", "context", "capacity")
+KEYS = ("family", "implementation", "batch", "context", "capacity")
 """What sets one case of a run apart from another."""
 COLUMNS = {
     "time_ms": ("time ms", 3),
@@ -28,7 +28,7 @@ COLUMNS = {
     "compile_seconds": ("compile s", 1),
 }
 """The table: what a column shows, its title, its decimals."""
-WIDTHS = (17, 9, 7, 8, 9)
+WIDTHS = (17, 9, 7, 6, 8, 9)
 """Of the columns that say what a row is of: the stage, then `KEYS`."""
 
 Report = dict[str, Any]
@@ -36,7 +36,7 @@ Report = dict[str, Any]
 
 def table_header() -> str:
     """The table's first line."""
-    names = ("stage", "family", "impl", "context", "capacity")
+    names = ("stage", "family", "impl", "batch", "context", "capacity")
     left = "".join(f"{name:<{width}}" for name, width in zip(names, WIDTHS, strict=True))
     return left + "".join(f"{title:>11}" for title, _ in COLUMNS.values())
 
@@ -94,6 +94,19 @@ def _derived(case: Report) -> dict[str, float | None]:
         "tokens_per_second": figure("loop", "tokens_per_second"),
         "tokens_per_round": figure("loop", "tokens_per_round"),
         "plain_tokens_per_second": figure("plain_step", "tokens_per_second"),
+        "cost_tokens_per_second": figure("cost_loop", "tokens_per_second"),
+        **_payoff(stages),
+    }
+
+
+def _payoff(stages: Report) -> dict[str, float | bool | None]:
+    """Tokens a round from which drafting whole blocks pays at this batch, and whether it did."""
+    if not {"loop", "plain_step"} <= set(stages):
+        return {"pays_from_tokens_per_round": None, "pays": None}
+    least = stages["loop"]["time_ms"] / stages["plain_step"]["time_ms"]
+    return {
+        "pays_from_tokens_per_round": least,
+        "pays": stages["loop"]["tokens_per_round"] > least,
     }
 
 
@@ -107,7 +120,7 @@ def _ratios(cases: Sequence[Report]) -> Iterator[Report]:
 
     Where the context differs, also what it adds in time and what its bytes alone would add.
     """
-    for key in ("implementation", "capacity", "context"):
+    for key in ("implementation", "capacity", "context", "batch"):
         for a, b in itertools.combinations(cases, 2):
             if not _differs(a, b, key):
                 continue
@@ -118,6 +131,8 @@ def _ratios(cases: Sequence[Report]) -> Iterator[Report]:
                 case = {k: a[k] for k in KEYS if k != key}
                 change = {"of": key, "stage": name, "from": a[key], "to": b[key]}
                 ratio = {"ratio": late["time_ms"] / early["time_ms"]}
+                if key == "batch" and "tokens_per_second" in early:
+                    ratio["throughput"] = late["tokens_per_second"] / early["tokens_per_second"]
                 if key == "context":
                     ratio["added_ms"] = late["time_ms"] - early["time_ms"]
                     ratio["added_floor_ms"] = late["floor_ms"] - early["floor_ms"]
@@ -132,6 +147,8 @@ def conclusions(report: Report) -> list[str]:
         lines += [f"{label}: {text}" for text in _sentences(case)]
     for r in report["ratios"]:
         text = f"{r['stage']}, {r['of']} {r['from']} -> {r['to']}: {r['ratio']:.3f}x the time"
+        if "throughput" in r:
+            text += f", {r['throughput']:.2f}x the tokens/s"
         if "added_ms" in r:
             text += f" (+{r['added_ms']:.3f} ms, its bytes alone +{r['added_floor_ms']:.3f})"
         lines.append(text)
@@ -162,6 +179,15 @@ def _sentences(case: Report) -> Iterator[str]:
         yield f"the whole loop makes {rate:.1f} tokens/s at {gain:.2f} tokens a round"
     if "plain_step" in stages:
         yield f"plain decoding makes {d['plain_tokens_per_second']:.1f} tokens/s"
+    if "cost_loop" in stages:
+        taken = stages["cost_loop"]["rounds_by_width"]
+        widths = ", ".join(f"{count} of {width}" for width, count in taken.items())
+        rate = d["cost_tokens_per_second"]
+        yield f"the policy cost makes {rate:.1f} tokens/s; rounds by width: {widths}"
+    if d["pays"] is not None:
+        least = d["pays_from_tokens_per_round"]
+        verdict = "pays" if d["pays"] else "DOES NOT PAY"
+        yield f"drafting whole blocks {verdict} here; it does from {least:.2f} tokens a round"
     small = [name for name, row in stages.items() if row["copies"] > 1]
     if small:
         yield f"{', '.join(small)}: over several copies of the weights, to be beyond the cache"
@@ -175,7 +201,7 @@ def markdown(report: Report) -> str:
     read = report["bandwidth"]["read_bytes_per_second"] / 1e12
     shapes = report["cases"][0]["shapes"]
     facts = (
-        f"{report['device']}, {report['dtype']}, {versions}; batch {shapes['batch']}, block "
+        f"{report['device']}, {report['dtype']}, {versions}; block "
         f"{shapes['block_size']}; read bandwidth {read:.2f} TB/s; medians of {report['repeats']} x "
         f"{report['iterations']} turns."
     )

@@ -166,10 +166,11 @@ PRESETS = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """What the stages run on: every sequence of `state` holds `context` rows, an anchor decided.
+    """What the stages run on: the sequences of `state` hold `contexts` rows, an anchor decided.
 
-    `state` is only ever copied, never donated. It accepts nothing (`verify_cap` 1), which changes
-    no work: a round then gains one token, whatever the weights.
+    context: their mean. acceptance: where given, the stages that accept drafts do so at this rate
+    by chance. `state` is only ever copied, never donated. It accepts nothing (`verify_cap` 1),
+    which changes no work: a round then gains one token, whatever the weights.
     """
 
     target: DenseTarget
@@ -177,6 +178,8 @@ class Workload:
     state: DecodeState
     plan: RoundPlan
     context: int
+    contexts: tuple[int, ...]
+    acceptance: float | None = None
 
     @property
     def batch(self) -> int:
@@ -223,9 +226,20 @@ def random_draft(config: DFlashConfig, dtype: Any, head_rows: int | None = None)
 
 
 def random_workload(
-    target: DenseTarget, draft: DFlashDraft, *, batch: int, context: int, capacity: int
+    target: DenseTarget,
+    draft: DFlashDraft,
+    *,
+    batch: int,
+    context: int,
+    capacity: int,
+    contexts: Sequence[int] | None = None,
 ) -> Workload:
-    """The two behind a random context: nothing is read or prefilled."""
+    """The two behind a random context: nothing is read or prefilled.
+
+    contexts: rows of each sequence, default `context` for all.
+    """
+    contexts = tuple(contexts or (context,) * batch)
+    held = np.asarray(contexts, np.int32)
     keys = random_keys(2)
     plan = make_plan(draft, capacity)
     state, kv, _ = loop.empty_caches(target, draft, batch, capacity)
@@ -236,11 +250,11 @@ def random_workload(
     # Attention over many random rows averages them away; values as large as this keep it a part
     # of the result that a check cannot miss.
     loud = max(1.0, 0.5 * context**0.5)
-    state = state.replace(k=rows(state.k, 1.0), v=rows(state.v, loud), len=_each(batch, context))
+    state = state.replace(k=rows(state.k, 1.0), v=rows(state.v, loud), len=jnp.array(held))
     state = loop.start(
         target,
         state,
-        _filled(kv.replace(k=rows(kv.k, 1.0), v=rows(kv.v, loud)), batch, context),
+        _filled(kv.replace(k=rows(kv.k, 1.0), v=rows(kv.v, loud)), held),
         normal(next(keys), (batch, target.hidden_size), draft.dtype, 1.0),
         budget=_each(batch, NO_LIMIT),
         verify_cap=_each(batch, 1),
@@ -249,22 +263,29 @@ def random_workload(
         history=None,
         plan=plan,
     )
-    return Workload(target, draft, state, plan, context)
+    return Workload(target, draft, state, plan, context, contexts)
 
 
-def _filled(kv: DraftKV, batch: int, context: int) -> DraftKV:
-    """The books of a cache that holds `context` rows, as a prompt's last wide chunk leaves them."""
+def spread(context: int, batch: int) -> list[int]:
+    """A context of its own for each of `batch` sequences: a quarter less to a quarter more than
+    `context`, which is their mean.
+    """
+    return [context + int(context * (2 * b + 1 - batch) / (4 * batch)) for b in range(batch)]
+
+
+def _filled(kv: DraftKV, contexts: np.ndarray) -> DraftKV:
+    """The books of a cache of `contexts [B]` rows, as prompts' last wide chunks leave them."""
 
     def book(slots: Slots | None) -> Slots | None:
         if slots is None:
             return None
-        index = jnp.arange(slots.pos.shape[1])
-        held = kv.ring_rows if slots.ring else context
-        pos = index + (context - held)
-        pos = jnp.where((index < held) & (pos >= 0), pos, ABSENT).astype(jnp.int32)
-        return slots.replace(pos=jnp.tile(pos, (batch, 1)), next=_each(batch, held))
+        index = np.arange(slots.pos.shape[1])
+        held = np.full_like(contexts, kv.ring_rows) if slots.ring else contexts
+        pos = index + (contexts - held)[:, None]
+        pos = np.where((index < held[:, None]) & (pos >= 0), pos, ABSENT).astype(np.int32)
+        return slots.replace(pos=jnp.asarray(pos), next=jnp.array(held))
 
-    return kv.replace(len=_each(batch, context), full=book(kv.full), ring=book(kv.ring))
+    return kv.replace(len=jnp.array(contexts), full=book(kv.full), ring=book(kv.ring))
 
 
 def _each(batch: int, value: int) -> jax.Array:
@@ -280,7 +301,7 @@ def loaded_workload(
     capacity: int,
     block_size: int | None,
 ) -> Workload:
-    """Real checkpoints behind prompts of equal length, prefilled as `generate` does."""
+    """Real checkpoints behind prompts, prefilled as `generate` does."""
     session = SpecSession(
         target,
         draft,
@@ -291,7 +312,9 @@ def loaded_workload(
     )
     session.open(prompts, NO_LIMIT)
     assert session.state is not None
-    return Workload(target, draft, session.state, session.plan, len(prompts[0]))
+    contexts = tuple(map(len, prompts))
+    context = round(sum(contexts) / len(contexts))
+    return Workload(target, draft, session.state, session.plan, context, contexts)
 
 
 def random_keys(stream: int) -> Iterator[jax.Array]:

@@ -133,6 +133,21 @@ def no_selection(draft, logits, hidden, anchor, *rest, **options) -> Proposal:
     return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), jnp.full_like(anchor, -1))
 
 
+def by_chance(rate: float) -> Callable[..., Any]:
+    """Stands in for `round.decide`, the same work done: each draft is accepted at this rate."""
+    decide = rounds.decide
+
+    def stand_in(state, proposal, cand, logits, width, plan):
+        decision, history = decide(state, proposal, cand, logits, width, plan)
+        key = jax.random.fold_in(jax.random.key(3), state.rounds.max())
+        lucky = jax.random.uniform(key, cand[:, 1:].shape) < rate
+        lucky &= jnp.arange(1, cand.shape[1]) < width[:, None]
+        accepted = jnp.cumprod(lucky.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+        return decision._replace(accepted=accepted), history
+
+    return stand_in
+
+
 class Difference(NamedTuple):
     """What a part adds to a stage: its time less that of the same program with a stand-in."""
 
@@ -148,13 +163,16 @@ DIFFERENCES = {
     "selection": Difference("draft_round", rounds, "propose", no_selection),
     "verify_attention": Difference("verify", dense, "append_and_attend", no_attention),
 }
-WHOLE = ("spec_round", "plain_step", "loop")
-OF_TARGET = ("spec_round", "loop", "plain_step", "verify", "verify_attention")
+WHOLE = ("spec_round", "plain_step", "loop", "cost_loop")
+ACCEPTING = ("loop", "cost_loop")
+"""Stages that accept drafts."""
+OF_TARGET = (*WHOLE, "verify", "verify_attention")
 """Stages that need a target with layers."""
 STAGES = (
     "draft_round",
     "spec_round",
     "loop",
+    "cost_loop",
     "backbone",
     "attention",
     "selection",
@@ -166,6 +184,7 @@ STAGES = (
 )
 """Every stage by name, the most telling first. `spec_round`: draft, verify, accept, commit, ingest;
 `loop`: the same as it runs in a generation, accepting drafts, one launch for many rounds;
+`cost_loop`: the loop under the window policy `cost`, of widths whose costs are measured first;
 `plain_step`: one token without a drafter. Attention includes head norms, rope and cache append;
 selection is what follows the draft logits (argmax, Markov chain, or top-k and walk)."""
 
@@ -219,6 +238,7 @@ def floor_bytes(work: Workload) -> dict[str, int]:
         "verify_attention": target_context,
         "spec_round": whole,
         "loop": whole,
+        "cost_loop": whole,
         "plain_step": step,
     }
 
@@ -244,7 +264,8 @@ def nbytes(tree: Any) -> int:
 def context_bytes(work: Workload, config: DFlashConfig | DecoderConfig) -> int:
     """K and V of the context rows that each layer sees, over the whole batch."""
     rows = [
-        min(work.context, work.context if window is None else window - 1)
+        min(context, context if window is None else window - 1)
         for window in config.layer_window
+        for context in work.contexts
     ]
-    return work.batch * sum(rows) * 2 * config.kv_size * work.draft.dtype.itemsize
+    return sum(rows) * 2 * config.kv_size * work.draft.dtype.itemsize

@@ -10,22 +10,30 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from bench_shapes import Workload, no_stops
 from bench_stages import (
+    ACCEPTING,
     DIFFERENCES,
     OF_TARGET,
     WHOLE,
+    Difference,
     backbone,
+    by_chance,
     draft_head,
     floor_bytes,
     nbytes,
+    replaced,
     stage_and_parts,
 )
 
-from dflash_jax import forward_round, kernels, loop
+import dflash_jax.round as rounds
+from dflash_jax import forward_round, kernels, loop, measure_costs
 from dflash_jax.checkpoint import named_leaves
+from dflash_jax.cost import table
 from dflash_jax.propose import draft_logits, propose
 from dflash_jax.round import RoundPlan
+from dflash_jax.window import DSparkVtPolicy, Meter, default_widths
 
 BANDWIDTH_BYTES = {"cpu": 1 << 29}
 """Size of the array that bandwidth is measured on, by platform: well past every cache."""
@@ -99,6 +107,7 @@ def compile_stage(work: Workload, name: str, iterations: int) -> Program:
 def _compile_whole(work: Workload, name: str, iterations: int) -> Program:
     """`loop.decode` itself, which compiles at its first call: one of no rounds."""
     draft, state, plan = work.draft, work.state, work.plan
+    run, stops = loop.decode, jnp.tile(no_stops(), (work.batch, 1))
     if name == "plain_step":
         draft, state = None, work.state.replace(draft=None)
         plan = RoundPlan(
@@ -107,18 +116,37 @@ def _compile_whole(work: Workload, name: str, iterations: int) -> Program:
             capacity=plan.capacity,
             implementation=plan.implementation,
         )
-    if name == "loop":
+    if name in ACCEPTING:
         state = state.replace(verify_cap=jnp.full_like(state.verify_cap, plan.verify_width))
-    stops = no_stops()
+        run = _accepting(work)
+    began = time.perf_counter()
+    if name == "cost_loop":
+        policy = DSparkVtPolicy("cost")
+        widths = default_widths(policy, plan.verify_width)
+        plan = dataclasses.replace(plan, policy=policy, widths=widths)
+        costs = measure_costs(work.target, draft, plan, work.batch, work.context, run)
+        state = state.replace(meter=Meter.of(table(costs, work.batch)))
 
     def decode(state: Any, n: int) -> Any:
-        rounds = jnp.int32(n * iterations)
-        return loop.decode(work.target, draft, state, stops, rounds, plan)
+        return run(work.target, draft, state, stops, jnp.int32(n * iterations), plan)
 
     start = copied(state)
-    began = time.perf_counter()
     jax.block_until_ready(decode(start, 0))
     return Program(decode, state, iterations, time.perf_counter() - began)
+
+
+def _accepting(work: Workload) -> Any:
+    """`loop.decode`, or one of its own that accepts by chance where the workload says so."""
+    if work.acceptance is None:
+        return loop.decode
+    chance = Difference("", rounds, "decide", by_chance(work.acceptance))
+
+    @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
+    def decode(target, draft, state, stop_ids, max_rounds, plan):
+        with replaced(chance):
+            return loop.decode.__wrapped__(target, draft, state, stop_ids, max_rounds, plan)
+
+    return decode
 
 
 def weight_copies(work: Workload, name: str) -> int:
@@ -178,7 +206,7 @@ def measure(
     program = compile_stage(work, name, iterations)
     _check_result(name, timed(program.run, program.carry, 1)[1], iterations)
     more: dict[str, Any] = {}
-    if name == "loop":
+    if name in ACCEPTING:
         times, more = _loop_times(program, repeats)
     elif whole is not None:
         pairs = [(turn_seconds(whole), turn_seconds(program)) for _ in range(repeats)]
@@ -215,27 +243,38 @@ def figures(times: list[float], floor_size: int, read_rate: float) -> dict[str, 
     }
 
 
-def _loop_times(program: Program, repeats: int) -> tuple[list[float], dict[str, float]]:
+def _loop_times(program: Program, repeats: int) -> tuple[list[float], dict[str, Any]]:
     """Seconds a round of one call of the loop, launch and all, and the tokens it yields."""
     run, state, *_ = program
     seconds, times = [], []
     for _ in range(repeats):
         taken, result = timed(run, state, 1)
-        rounds, tokens = result.rounds - state.rounds, result.emitted - state.emitted
+        taken_rounds, tokens = result.rounds - state.rounds, result.emitted - state.emitted
+        widths = _widths_taken(result)
+        costs = None if result.meter is None else result.meter.seconds[0].tolist()
         del result
         seconds.append(taken)
-        times.append(taken / int(rounds.max()))
+        times.append(taken / int(taken_rounds.max()))
     return times, {
         "tokens_per_second": int(tokens.sum()) / statistics.median(seconds),
-        "tokens_per_round": int(tokens.sum()) / int(rounds.sum()),
+        "tokens_per_round": int(tokens.sum()) / int(taken_rounds.sum()),
+        "rounds_by_width": widths,
+        "costs_seconds": costs,
     }
+
+
+def _widths_taken(state: Any) -> dict[str, int]:
+    """How many rounds verified so many rows, over all sequences."""
+    windows, taken = np.asarray(state.windows), np.asarray(state.rounds)
+    widths = np.concatenate([row[:n] for row, n in zip(windows, taken, strict=True)])
+    return {str(width): int((widths == width).sum()) for width in np.unique(widths)}
 
 
 def _check_result(name: str, result: Any, iterations: int) -> None:
     """ValueError where a stage's result cannot be that of the work that it is timed for."""
     check_finite(name, result)
     # The loop may end early, for it accepts drafts; its rounds are counted.
-    if name in WHOLE and name != "loop" and not bool((result.rounds == iterations).all()):
+    if name in WHOLE and name not in ACCEPTING and not bool((result.rounds == iterations).all()):
         found = result.rounds.tolist()
         raise ValueError(f"{name}: expected {iterations} rounds, found {found}")
 

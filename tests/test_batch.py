@@ -54,10 +54,10 @@ def served(target, draft, requests, slots, **options):
 # --- the same tokens as alone ------------------------------------------------------------------
 
 GREEDY = [
-    Request(TEXT[:5], 30),
+    Request(TEXT[:5], 30, stop_token_ids=[ord("(")]),
     Request(TEXT[3:14], 1),
     Request(TEXT[:16], 12),
-    Request(TEXT[7:16], 50, stop_token_ids=[ord("(")]),
+    Request(TEXT[7:16], 50),
     Request(TEXT[2:15], 7),
     Request(TEXT[1:2], 25),
 ]
@@ -209,7 +209,8 @@ def test_leaving_frees_a_slot_and_changes_nothing_for_the_others(tiny):
         rows.burst()
         results |= {p.request: p.result for p in rows.news() if p.result}
     for number, request in ((1, Request([4, 5], 12)), (2, Request([9, 9, 9, 9], 20))):
-        assert outcome(results[number]) == outcome(alone(*tiny, request, capacity=64))
+        plain = generate(tiny[0], None, request.ids, request.max_new_tokens)
+        assert results[number].token_ids == plain.token_ids
     with pytest.raises(ValueError, match="slot: expected one with a request, found 0 free"):
         rows.leave(0)
 

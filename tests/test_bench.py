@@ -84,7 +84,7 @@ def test_a_run_ends_in_one_json_line_that_says_what_was_measured_on_what(run, re
     assert report["iterations"] == ITERATIONS
     [case] = report["cases"]
     told = [case[key] for key in bench_report.KEYS]
-    assert told == ["dflash", "auto", CONTEXT, CAPACITY]
+    assert told == ["dflash", "auto", 1, CONTEXT, CAPACITY]
     assert case["resolved"] == ("xla" if jax.default_backend() == "cpu" else "pallas")
     assert case["skipped"] == []
     shapes = case["shapes"]
@@ -143,8 +143,8 @@ def test_the_table_shows_the_figures_of_the_json_line(run, report):
     rows = [line.split() for line in lines[header + 1 : header + 1 + len(case["stages"])]]
     assert [row[0] for row in rows] == list(case["stages"])
     for name, *cells in rows:
-        assert cells[:4] == ["dflash", "auto", str(CONTEXT), str(CAPACITY)]
-        for cell, (key, (_, digits)) in zip(cells[4:], bench_report.COLUMNS.items(), strict=True):
+        assert cells[:5] == ["dflash", "auto", "1", str(CONTEXT), str(CAPACITY)]
+        for cell, (key, (_, digits)) in zip(cells[5:], bench_report.COLUMNS.items(), strict=True):
             figure = case["stages"][name][key]
             assert cell == ("-" if figure is None else f"{figure:.{digits}f}")
 
@@ -182,6 +182,7 @@ def test_floors_equal_a_count_by_hand(family, layer, selection):
         "verify_attention": KV_BYTES,
         "spec_round": whole,
         "loop": whole,
+        "cost_loop": whole,
         "plain_step": step,
     }
     floors = bench_stages.floor_bytes(tiny_workload(family))
@@ -262,7 +263,37 @@ def test_a_part_leaves_the_context_as_long_as_it_was(name):
     assert len(lengths) == {"draft_head": 0, "draft_round": 2, "selection": 2}.get(name, 1)
 
 
-@pytest.mark.parametrize("name", bench_stages.WHOLE)
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 32])
+def test_contexts_are_spread_around_their_mean(batch):
+    contexts = bench_shapes.spread(2048, batch)
+    assert len(set(contexts)) == batch
+    assert sum(contexts) == 2048 * batch
+    assert 1536 <= min(contexts) <= max(contexts) <= 2560
+
+
+def test_every_sequence_holds_its_own_context():
+    preset, dtype = bench_shapes.PRESETS["tiny"], jnp.dtype(jnp.float32)
+    target = bench_shapes.random_target(preset.target, dtype)
+    draft = bench_shapes.random_draft(preset.draft("dflash", None, 9), dtype)
+    sizes = {"batch": 2, "context": 30, "capacity": 128}
+    both = bench_shapes.random_workload(target, draft, contexts=[24, 36], **sizes)
+    for b, context in enumerate((24, 36)):
+        kv = both.state.draft
+        assert int(both.state.target.len[b]) == int(kv.len[b]) == context
+        held = np.asarray(kv.ring.pos)[b]
+        assert sorted(held[held >= 0]) == list(range(context - kv.ring_rows, context))
+    assert bench_stages.context_bytes(both, target.config) == 2 * 4 * 2 * 60 * 32
+
+
+def test_drafts_are_accepted_by_chance_at_the_rate_asked_for():
+    work = dataclasses.replace(tiny_workload(), acceptance=0.7)
+    program = bench_timing.compile_stage(work, "loop", iterations=100)
+    _, more = bench_timing._loop_times(program, 1)
+    # 1 + 0.7 + 0.49 + 0.343 tokens a round; five deviations of a mean of 100 rounds
+    assert more["tokens_per_round"] == pytest.approx(2.53, abs=0.6)
+
+
+@pytest.mark.parametrize("name", [n for n in bench_stages.WHOLE if n != "cost_loop"])
 def test_a_whole_run_takes_every_round_it_is_timed_for(name):
     run, carry, *_ = bench_timing.compile_stage(tiny_workload(), name, iterations=3)
     state = run(bench_timing.copied(carry), 2)

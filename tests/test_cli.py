@@ -9,10 +9,11 @@ import pytest
 from families import FAMILIES, ORACLES, trained
 from safetensors.numpy import load_file
 
-from dflash_jax import SpecSession, generate, load_draft
+from dflash_jax import Request, SpecSession, generate, load_draft
 from dflash_jax.checkpoint import named_leaves
 from dflash_jax.cli import main, make_parser
 from dflash_jax.cli.generate import session_options
+from dflash_jax.cli.prompts import request_of
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, measured_window
@@ -161,11 +162,97 @@ def test_the_other_harvest_changes_drafts_but_no_token(cli):
     ids=lambda x: x.kind if isinstance(x, DSparkVtPolicy) else "",
 )
 def test_window_policies(cli, options, policy):
-    report = json.loads(cli("--json", *options, draft="dspark"))
+    report = json.loads(cli("--json", *options, "--widths", 9, draft="dspark"))
     out = expected("dspark", policy=policy)
     assert report["acceptance_lengths"] == out.acceptance_lengths
     assert report["drafted"] == out.drafted
     assert report["token_ids"] == out.token_ids
+
+
+def test_widths_are_compiled_where_rows_cost_and_the_policy_varies():
+    target, draft = trained("dspark")
+
+    def widths(*given):
+        args = make_parser().parse_args(["generate", "x", "--draft", "own", *given])
+        return session_options(args, LoadedTarget(target, None, "tiny"), draft)["widths"]
+
+    assert widths() == widths("--window-policy", "ladder") == (3, 5, 9)
+    assert widths("--window-policy", "fixed") == (9,)
+    assert widths("--window-policy", "cost") == (1, 3, 5, 9)
+    assert widths("--window-policy", "ladder", "--verify-width", "4") == (2, 4)
+    assert widths("--window-policy", "cost", "--widths", "4") == [4]
+
+
+PROMPTS = [
+    {"prompt_ids": PROMPT[:9], "max_new_tokens": 12},
+    {"prompt_ids": PROMPT[3:12], "kind": "code"},
+    {"prompt_ids": PROMPT[:14]},
+]
+
+
+def file_arguments(path, *options):
+    names = ("--draft", str(TINY / "dflash"), "--prompts", str(path), "--batch", "2")
+    return ["generate", *TARGET, *names, "--max-new-tokens", "8", *options]
+
+
+def test_a_file_of_prompts_is_answered_in_json_lines(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("\n".join(map(json.dumps, PROMPTS)), encoding="utf-8")
+    assert main(file_arguments(path)) == 0
+    lines = sorted(
+        map(json.loads, capsys.readouterr().out.splitlines()), key=lambda x: x["request"]
+    )
+    assert [line["request"] for line in lines] == [0, 1, 2]
+    target, _ = trained("dflash")
+    prompts = [record["prompt_ids"] for record in PROMPTS]
+    outs = generate(target, None, prompts, [12, 8, 8])
+    assert [line["token_ids"] for line in lines] == [out.token_ids for out in outs]
+    assert [line["finish_reason"] for line in lines] == ["length"] * 3
+
+
+def test_a_lines_own_options_go_before_the_commands():
+    args = make_parser().parse_args(["generate", "--prompts", "f", "--max-new-tokens", "9"])
+    record = {"prompt_ids": [1, 2], "temperature": 0.5, "seed": 7}
+    common = SamplingParams(temperature=1.0, top_p=0.5)
+    loaded = LoadedTarget(trained("dflash")[0], None, "tiny")
+    request = request_of(record, loaded, args, [3], common)
+    assert request == Request([1, 2], 9, SamplingParams(0.5, top_p=0.5, seed=7), [3])
+    assert request_of(record | {"max_new_tokens": 2}, loaded, args, [], common).max_new_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "prompts.jsonl:1: not JSON"),
+        ("", "requests: expected at least one, found none"),
+        ('{"prompt": "Hi"}', "prompts.jsonl, prompt 0: data: expected prompt_ids"),
+        ('{"prompt_ids": [1], "top": 3}', "prompts.jsonl, prompt 0: expected keys of prompt, mess"),
+        ('{"prompt_ids": [1], "top_p": 3}', "prompts.jsonl, prompt 0: top_p: expected a number"),
+        ('{"prompt_ids": [999]}', r"request 0: prompt: expected ids in 0..263, found 999"),
+    ],
+)
+def test_a_line_that_is_no_prompt_is_named(text, message, tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text, encoding="utf-8")
+    assert main(file_arguments(path)) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate"], "PROMPT: expected a prompt or --prompts FILE, found neither"),
+        (["generate", "x", "--batch", "2"], "--batch: expected with --prompts FILE, found one"),
+        (["generate", "x", "--prompts", "f"], "--prompts: expected no PROMPT beside it"),
+        (["generate", "--prompts", "f", "--json"], "--json: expected one prompt, found --prompts"),
+    ],
+)
+def test_one_prompt_or_a_file_of_them(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_sampling_flags(cli):
@@ -309,7 +396,8 @@ def test_shipped_drafters_use_the_window_measured_for_the_device(family):
     assert session._plan.verify_width == 4
     for given in (("--block-size", "6"), ("--verify-width", "5"), ("--window-policy", "ladder")):
         assert options(*given)["verify_width"] == (5 if "5" in given else None)
-    assert options("--draft", str(TINY / family))["policy"] is None
+    own = options("--draft", str(TINY / family))
+    assert own["policy"].kind == ("confidence-slot" if family == "dspark" else "fixed")
     elsewhere = measured_window(family, "gpu")
     assert elsewhere == {"policy": DSparkVtPolicy("fixed")}
 
@@ -448,7 +536,7 @@ def test_what_a_drafter_cannot_be_loaded_as(refused, options, draft, message):
     [
         ([], "the following arguments are required: COMMAND"),
         (["answer"], "invalid choice: 'answer'"),
-        (["generate"], "the following arguments are required: PROMPT"),
+        (["generate"], "PROMPT: expected a prompt or --prompts FILE, found neither"),
         (command("--beam", 4), "unrecognized arguments: --beam 4"),
         (command("--top-k", "many"), "argument --top-k: invalid int value: 'many'"),
         (command("--window-policy", "wide"), "argument --window-policy: invalid choice: 'wide'"),

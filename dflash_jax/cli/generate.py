@@ -11,6 +11,7 @@ import jax
 
 from dflash_jax import __version__
 from dflash_jax.checkpoint import shipped_drafts
+from dflash_jax.cli import prompts
 from dflash_jax.cli.models import add_models, load_models
 from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
@@ -21,7 +22,13 @@ from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession, generate
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import StreamDecoder
-from dflash_jax.window import DSparkVtPolicy, PolicyKind, measured_window
+from dflash_jax.window import (
+    DSparkVtPolicy,
+    PolicyKind,
+    default_widths,
+    measured_window,
+    resolve_policy,
+)
 
 SAMPLING = {
     "top_k": (int, "keep the k likeliest tokens (0: off)"),
@@ -39,7 +46,21 @@ def add(commands: Any) -> None:
     """Add the command to the parser's `commands`."""
     gen = commands.add_parser("generate", help="answer a prompt, drafting ahead of the target")
     gen.set_defaults(run=run)
-    gen.add_argument("prompt", metavar="PROMPT", help="text, or - to read it from standard input")
+    gen.add_argument(
+        "prompt",
+        nargs="?",
+        metavar="PROMPT",
+        help="text, or - to read it from standard input",
+    )
+    gen.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="answer many instead: a JSON object a line, with prompt, messages or prompt_ids, and "
+        "max_new_tokens or sampling options of its own; prints a JSON object a line as they finish",
+    )
+    gen.add_argument(
+        "--batch", type=int, metavar="N", help=f"prompts decoded at a time ({prompts.SLOTS})"
+    )
     add_models(gen)
     gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     gen.add_argument(
@@ -68,6 +89,14 @@ def add(commands: Any) -> None:
         help="how wide each round verifies (default: the family's own; where no option of a round "
         "is given, the shipped drafters use what was measured fastest on this kind of device)",
     )
+    gen.add_argument(
+        "--widths",
+        type=int,
+        nargs="+",
+        metavar="W",
+        help="verify widths to compile for the policy to choose from (default: the widest; several "
+        "on a CPU, where every row costs, and for the policy cost, which measures their costs)",
+    )
     gen.add_argument("--tau", type=float, help="threshold of the confidence policies (0.5)")
     gen.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
     for name, (kind, what) in SAMPLING.items():
@@ -78,13 +107,17 @@ def add(commands: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
+    prompts.check_arguments(args)
     status = Status(enabled=sys.stderr.isatty() and not args.json)
     status.show(f"loading {args.target}")
     loaded, draft = load_models(args)
     if args.compare and draft is None:
         raise ValueError("--compare: expected a drafter to compare with, found --draft none")
-    prompt = _prompt_ids(args, loaded)
     options = session_options(args, loaded, draft)
+    if args.prompts is not None:
+        status.clear()
+        return prompts.run(args, loaded, draft, options)
+    prompt = _prompt_ids(args, loaded)
     status.show("compiling")
     began = time.perf_counter()
     # How many rounds to run is a run-time value: one round compiles all that a generation needs.
@@ -179,6 +212,7 @@ def session_options(
         "verify_width": args.verify_width,
         "harvest": args.harvest,
         "window_policy": args.window_policy,
+        "widths": args.widths,
     }
     if draft is not None:
         resolve_harvest(draft.config, args.harvest)
@@ -186,7 +220,17 @@ def session_options(
             return options | measured_window(draft.config.family, jax.default_backend())
         kind = drafting.pop("window_policy")
         tau = {} if args.tau is None else {"tau": args.tau}
-        return options | drafting | {"policy": DSparkVtPolicy(kind, **tau) if kind else None}
+        policy = resolve_policy(
+            DSparkVtPolicy(kind, **tau) if kind else None,
+            is_dspark=draft.config.family == "dspark",
+            has_confidence=draft.confidence is not None,
+        )
+        if args.widths is None:
+            block, harvest = args.block_size or draft.config.block_size, drafting["harvest"]
+            whole = resolve_harvest(draft.config, harvest).drafts(block) + 1
+            rows_cost = jax.default_backend() == "cpu"
+            drafting["widths"] = default_widths(policy, args.verify_width or whole, rows_cost)
+        return options | drafting | {"policy": policy}
     given = [name for name, value in drafting.items() if value is not None]
     if given:
         flag = "--" + given[0].replace("_", "-")

@@ -1,0 +1,99 @@
+"""`dflash-jax generate --prompts FILE`: many prompts side by side, JSON lines in and out."""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Callable
+from typing import Any
+
+from dflash_jax import corpus
+from dflash_jax.batch import Request, serve
+from dflash_jax.draft import DFlashDraft
+from dflash_jax.sampling import RANGES, SamplingParams
+from dflash_jax.session import Generation
+from dflash_jax.targets.loading import LoadedTarget
+
+PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
+SLOTS = 8
+ALONE = ("compare", "stream", "ids", "json")
+"""Options of one prompt's output, which have no meaning for a file."""
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """ValueError unless there is either one prompt or a file of them, with what suits it."""
+    if args.prompts is None:
+        if args.prompt is None:
+            raise ValueError("PROMPT: expected a prompt or --prompts FILE, found neither")
+        if args.batch is not None:
+            raise ValueError("--batch: expected with --prompts FILE, found one prompt")
+        return
+    if args.prompt is not None:
+        raise ValueError("--prompts: expected no PROMPT beside it, found one")
+    for name in ALONE:
+        if getattr(args, name):
+            raise ValueError(f"--{name}: expected one prompt, found --prompts")
+
+
+def run(
+    args: argparse.Namespace,
+    loaded: LoadedTarget,
+    draft: DFlashDraft | None,
+    options: dict[str, Any],
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+) -> int:
+    """Answer every prompt of the file; a line each, as they finish."""
+    stops, sampling = options.pop("stop_token_ids"), options.pop("sampling")
+    if options["capacity"] is None:
+        del options["capacity"]
+    requests = []
+    for number, record in enumerate(corpus.read_records(args.prompts)):
+        try:
+            requests.append(request_of(record, loaded, args, stops, sampling))
+        except ValueError as error:
+            raise ValueError(f"{args.prompts}, prompt {number}: {error}") from None
+    slots = SLOTS if args.batch is None else args.batch
+    for number, result in serve(loaded.target, draft, requests, slots, **options):
+        say(json.dumps(line_of(number, result, loaded)))
+    return 0
+
+
+def request_of(
+    record: dict[str, Any],
+    loaded: LoadedTarget,
+    args: argparse.Namespace,
+    stops: list[int],
+    sampling: SamplingParams,
+) -> Request:
+    """A line's request: `prompt`, `messages` or `prompt_ids`; what else it says goes before the
+    command's own options. ValueError for a key that means nothing here.
+    """
+    fields = {key: value for key, value in record.items() if key in RANGES}
+    extra = record.keys() - fields.keys() - {*PROMPT_KEYS, "max_new_tokens", "kind"}
+    if extra:
+        known = ", ".join((*PROMPT_KEYS, "max_new_tokens", *RANGES))
+        raise ValueError(f"expected keys of {known}, found {sorted(extra)}")
+    if args.no_chat and isinstance(record.get("prompt"), str) and loaded.text is not None:
+        ids = loaded.text.encode(record["prompt"])
+    else:
+        ids = corpus.prompt_ids(record, loaded.text)
+    return Request(
+        ids,
+        record.get("max_new_tokens", args.max_new_tokens),
+        dataclasses.replace(sampling, **fields),
+        stops,
+    )
+
+
+def line_of(number: int, result: Generation, loaded: LoadedTarget) -> dict[str, Any]:
+    """What is printed of one answer; `request` counts the file's prompts from 0."""
+    return {
+        "request": number,
+        "text": None if loaded.text is None else loaded.text.decode(result.token_ids),
+        "token_ids": result.token_ids,
+        "prompt_tokens": result.prompt_tokens,
+        "finish_reason": result.finish_reason,
+        "rounds": result.rounds,
+        "mean_acceptance_length": result.mean_acceptance_length,
+        "prefill_seconds": result.prefill_seconds,
+        "seconds": result.seconds,
+    }
