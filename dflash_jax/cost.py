@@ -42,10 +42,14 @@ def measure_costs(
     capacity is too small): a round of one width is what it chooses where all others cost the earth.
     Nothing is accepted, so that a round is a row. A long run less a short one leaves the launch
     out; the best of several counts. decode: the loop to time, of `loop.decode`'s arguments.
+    ValueError where the capacity is too small to measure on.
     """
-    needed = len(plan.widths) * (1 + REPEATS * (ROUNDS + 2)) + 1
-    state = _made_up(target, draft, plan, batch, max(1, min(context, plan.capacity - needed)))
     stops = stop_table([()] * batch)
+    needed = 2 + REPEATS * (2 + ROUNDS)
+    if plan.capacity < needed:
+        raise ValueError(
+            f"capacity: expected at least {needed} rows to measure costs on, found {plan.capacity}"
+        )
 
     def run(state: DecodeState, rounds: int) -> tuple[DecodeState, float]:
         began = time.perf_counter()
@@ -55,6 +59,7 @@ def measure_costs(
 
     costs = {}
     for index, width in enumerate(plan.widths):
+        state = _made_up(target, draft, plan, batch, min(context, plan.capacity - needed + 1))
         only = jnp.full((batch, len(plan.widths)), jnp.inf).at[:, index].set(1)
         state, _ = run(state.replace(meter=Meter.of(only)), 1)
         times = []
@@ -62,6 +67,7 @@ def measure_costs(
             state, short = run(state, 1)
             state, long = run(state, 1 + ROUNDS)
             times.append((short, long))
+        del state
         short, long = (min(column) for column in zip(*times, strict=True))
         # A clock that stands still, or a busy machine, must not make a round free.
         costs[width] = max((long - short) / ROUNDS, long / (1 + ROUNDS) / 10, 1e-9)

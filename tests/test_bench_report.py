@@ -33,6 +33,7 @@ def made_up(**changes):
         return {
             "family": "dflash",
             "implementation": implementation,
+            "batch": 1,
             "context": context,
             "capacity": capacity,
             "shapes": shapes,
@@ -98,7 +99,7 @@ def test_a_case_in_sentences():
     report["torch"] = {"error": "--torch: no seconds left"}
     assert bench_report.conclusions(report) == [
         *(
-            f"dflash xla 2048 4096: {text}"
+            f"dflash xla 1 2048 4096: {text}"
             for text in (
                 "attention adds 10.0 us a layer, its K/V bytes alone 4.0",
                 "verify_attention adds 10.0 us a layer, its K/V bytes alone 4.0",
@@ -106,6 +107,7 @@ def test_a_case_in_sentences():
                 "a round costs 1.20 plain steps",
                 "the whole loop makes 500.0 tokens/s at 3.05 tokens a round",
                 "plain decoding makes 200.0 tokens/s",
+                "drafting whole blocks pays here; it does from 1.22 tokens a round",
                 "draft_round: over several copies of the weights, to be beyond the cache",
                 "no time for ingest",
             )
@@ -114,10 +116,38 @@ def test_a_case_in_sentences():
     ]
 
 
+def test_batches_are_compared_and_flagged_where_drafting_does_not_pay():
+    report = made_up()
+    one, many = report["cases"][0], copy.deepcopy(report["cases"][0])
+    many["batch"] = 32
+    one["stages"] = {
+        "loop": row(6.0, 4.0) | {"tokens_per_second": 500.0, "tokens_per_round": 3.0},
+        "plain_step": row(4.0, 4.0) | {"tokens_per_second": 250.0},
+    }
+    taken = {"rounds_by_width": {"1": 30, "8": 2}, "tokens_per_second": 6500.0}
+    many["stages"] = {
+        "loop": row(16.0, 4.0) | {"tokens_per_second": 6000.0, "tokens_per_round": 3.0},
+        "plain_step": row(5.0, 4.0) | {"tokens_per_second": 6400.0},
+        "cost_loop": row(5.0, 4.0) | taken | {"tokens_per_round": 1.1},
+    }
+    report["cases"] = [one, many]
+    bench_report.conclude(report)
+    lines = bench_report.conclusions(report)
+    assert "loop, batch 1 -> 32: 2.667x the time, 12.00x the tokens/s" in lines
+    label = "dflash xla 32 2048 4096"
+    assert (
+        f"{label}: drafting whole blocks DOES NOT PAY here; it does from 3.20 tokens a round"
+        in lines
+    )
+    assert (
+        f"{label}: the policy cost makes 6500.0 tokens/s; rounds by width: 30 of 1, 2 of 8" in lines
+    )
+
+
 def test_a_stage_without_a_ratio_has_a_dash():
     case = made_up()["cases"][0]
     case["stages"]["draft_round"]["ratio"] = None
-    assert bench_report.table_row(case, "draft_round").split()[5:9] == [
+    assert bench_report.table_row(case, "draft_round").split()[6:10] == [
         "2.000",
         "1.000",
         "-",
@@ -144,9 +174,8 @@ def test_a_page_is_filled_between_its_markers_alone():
     assert filled.startswith("# Title\n")
     assert filled.endswith(f"{bench_report.END}\nafter\n")
     assert "old" not in filled
-    row = (
-        "| draft_round | dflash | pallas | 2048 | 4096 | 1.500 | 1.000 | 1.50 | 66.7 | 0.0 | 1.0 |"
-    )
+    figures = "1.500 | 1.000 | 1.50 | 66.7 | 0.0 | 1.0"
+    row = f"| draft_round | dflash | pallas | 1 | 2048 | 4096 | {figures} |"
     assert filled.splitlines().count(row) == 2
     assert bench_report.into_page(filled, [report, report]) == filled
     with pytest.raises(ValueError, match="page: expected one line"):

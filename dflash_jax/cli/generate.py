@@ -79,6 +79,18 @@ def add(commands: Any) -> None:
         help="print text as it comes (default: on a terminal)",
     )
     gen.add_argument("--json", action="store_true", help="print one JSON object instead")
+    _add_round_options(gen)
+    gen.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
+    for name, (kind, what) in SAMPLING.items():
+        gen.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=what)
+    gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
+    gen.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
+    )
+
+
+def _add_round_options(gen: argparse.ArgumentParser) -> None:
+    """What a round drafts and verifies."""
     gen.add_argument("--block-size", type=int, metavar="B", help="rows drafted a round")
     gen.add_argument(
         "--verify-width", type=int, metavar="W", help="rows verified a round, anchor included"
@@ -98,10 +110,6 @@ def add(commands: Any) -> None:
         "on a CPU, where every row costs, and for the policy cost, which measures their costs)",
     )
     gen.add_argument("--tau", type=float, help="threshold of the confidence policies (0.5)")
-    gen.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
-    for name, (kind, what) in SAMPLING.items():
-        gen.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=what)
-    gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
     gen.add_argument("--harvest", metavar="dflash|dspark", help="which draft rows are proposals")
 
 
@@ -125,6 +133,8 @@ def run(args: argparse.Namespace) -> int:
         session = SpecSession(loaded.target, drafter, **accepted)
         session.open([prompt], args.max_new_tokens)
         session.burst(rounds=1)
+        if drafter is not None and session.costs is not None:
+            options["costs"] = session.costs
     compile_seconds = time.perf_counter() - began
     status.clear()
 
