@@ -93,6 +93,8 @@ def _widths(
     paid = policy.kind == "cost"
     if costs is not None and not paid:
         raise ValueError(f"costs: expected with the policy 'cost', found {policy.kind!r}")
+    if not isinstance(costs, Mapping | None):
+        raise ValueError(f"costs: expected a mapping of widths to seconds, found {costs!r}")
     least = 1 if paid else 2
     given = () if widths is None else sequence_of("widths", widths)
     chosen = {*(between("widths", w, least, widest) for w in given), widest}

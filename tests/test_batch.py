@@ -1,6 +1,7 @@
 """Requests that join and leave the rows of one loop: each gets what it gets alone."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Sequence
 
@@ -33,6 +34,21 @@ KINDS = {"capacity": 64, "sampled": True}
 def table(**options):
     target = table_target(FOLLOWS, **options)
     return target, right_draft(target)
+
+
+@functools.cache
+def one_layer_pair():
+    """A random target and drafter: what is tested with them is no matter of depth."""
+    target = dataclasses.replace(TINY_TARGET, num_hidden_layers=1, layer_window=(None,))
+    draft = dataclasses.replace(
+        TINY,
+        num_hidden_layers=1,
+        layer_causal=(False,),
+        layer_window=(None,),
+        target_layer_ids=(0,),
+        num_target_layers=1,
+    )
+    return tiny_target(target), tiny_draft(draft)
 
 
 def alone(target, draft, request, **options):
@@ -74,7 +90,9 @@ def plainly():
     ]
 
 
-@pytest.mark.parametrize("family", ["dspark", "dflash2", None])
+@pytest.mark.parametrize(
+    "family", ["dflash2", *(pytest.param(f, marks=pytest.mark.slow) for f in ("dspark", None))]
+)
 def test_requests_get_the_tokens_that_they_get_alone(family, plainly):
     """In three slots, in any order, drafted by every family or by none."""
     target, draft = trained(family) if family else (trained("dflash")[0], None)
@@ -99,7 +117,9 @@ def any_request(penalties):
         sequence=st.integers(0, 3),
     )
     return st.builds(
-        lambda start, size, budget, sampling: Request(TEXT[start : start + size], budget, sampling),
+        lambda start, size, budget, sampling: Request(
+            [token % 64 for token in TEXT[start : start + size]], budget, sampling
+        ),
         st.integers(0, 20),
         st.integers(1, 16),
         st.integers(1, 20),
@@ -107,17 +127,16 @@ def any_request(penalties):
     )
 
 
-def agree_with_solo_runs(family, requests, **options):
-    target, draft = trained(family)
+def agree_with_solo_runs(pair, requests, **options):
     options = KINDS | options
-    together = served(target, draft, requests, 3, **options)
-    assert together == [outcome(alone(target, draft, r, **options)) for r in requests]
+    together = served(*pair, requests, 3, **options)
+    assert together == [outcome(alone(*pair, r, **options)) for r in requests]
 
 
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(st.lists(any_request(penalties=False), min_size=2, max_size=7))
 def test_sampled_and_greedy_requests_get_what_they_get_alone(requests):
-    agree_with_solo_runs("dflash", requests)
+    agree_with_solo_runs(one_layer_pair(), requests)
 
 
 @pytest.mark.slow
@@ -126,7 +145,7 @@ def test_so_do_those_of_every_family_and_with_penalties(family):
     @settings(max_examples=10, deadline=None, derandomize=True)
     @given(st.lists(any_request(penalties=True), min_size=2, max_size=7))
     def check(requests):
-        agree_with_solo_runs(family, requests, penalised=True)
+        agree_with_solo_runs(trained(family), requests, penalised=True)
 
     check()
 
@@ -146,17 +165,7 @@ def assert_same(before, after):
 
 @pytest.fixture(scope="module")
 def tiny():
-    """One layer each: what is tested with it is no matter of depth."""
-    target = dataclasses.replace(TINY_TARGET, num_hidden_layers=1, layer_window=(None,))
-    draft = dataclasses.replace(
-        TINY,
-        num_hidden_layers=1,
-        layer_causal=(False,),
-        layer_window=(None,),
-        target_layer_ids=(0,),
-        num_target_layers=1,
-    )
-    return tiny_target(target), tiny_draft(draft)
+    return one_layer_pair()
 
 
 COPIES = r"= \w+\[([\d,]+)\]\S* copy(?:-start)?\("
