@@ -81,7 +81,7 @@ def compare(
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The `SpecSession` options that also concern plain decoding."""
-    shared = ("stop_token_ids", "capacity", "sampling", "implementation")
+    shared = ("stop_token_ids", "capacity", "chunk", "sampling", "implementation")
     return {k: v for k, v in options.items() if k in shared}
 
 

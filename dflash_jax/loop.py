@@ -74,10 +74,7 @@ def prefill(
     tick: told after each chunk how many rows it took, once they are there.
     """
     longest, fed = max(len(row) for row in rows), 0
-    chunk = widest_chunk(len(rows), longest) if chunk is None else chunk
-    while fed < longest:
-        held = max(n + min(fed, len(row)) for n, row in zip(lengths, rows, strict=True))
-        width = chunk_width(longest - fed, capacity + CHUNKS[0] - held, chunk)
+    for width in chunk_widths([len(row) for row in rows], lengths, capacity, chunk):
         pieces = [row[fed : fed + width] for row in rows]
         ids = np.zeros((len(rows), width), np.int32)
         for b, piece in enumerate(pieces):
@@ -90,6 +87,39 @@ def prefill(
             tick(min(width, longest - fed))
         fed += width
     return caches
+
+
+def warm_up(
+    target: Target,
+    draft: DFlashDraft | None,
+    caches: Caches,
+    counts: Sequence[int],
+    capacity: int,
+    implementation: Implementation = None,
+    chunk: int | None = None,
+) -> Caches:
+    """Compile `prefill` for prompts of `counts` tokens: each width runs once and commits nothing.
+
+    The caches are donated; what comes back holds no rows.
+    """
+    nothing = [0] * len(counts)
+    for width in dict.fromkeys(chunk_widths(counts, nothing, capacity, chunk)):
+        tokens = jnp.zeros((len(counts), width), jnp.int32), jnp.asarray(nothing, jnp.int32)
+        caches = prefill_chunk(target, draft, caches, *tokens, implementation=implementation)
+    return caches
+
+
+def chunk_widths(
+    counts: Sequence[int], lengths: Sequence[int], capacity: int, chunk: int | None = None
+) -> list[int]:
+    """The chunks in which prompts of `counts` tokens are read behind `lengths` rows."""
+    longest, fed, widths = max(counts), 0, []
+    chunk = widest_chunk(len(counts), longest) if chunk is None else chunk
+    while fed < longest:
+        held = max(n + min(fed, count) for n, count in zip(lengths, counts, strict=True))
+        widths.append(chunk_width(longest - fed, capacity + CHUNKS[0] - held, chunk))
+        fed += widths[-1]
+    return widths
 
 
 def widest_chunk(batch: int, longest: int) -> int:

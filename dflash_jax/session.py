@@ -262,31 +262,31 @@ class SpecSession:
         what they were made of; the drafter reads those instead of making them again.
         tick: told of prompt rows as they are read, see `loop.prefill`.
         """
-        prompts = sequence_of("prompts", prompts)
-        if len(prompts) == 0:
-            raise ValueError("prompts: expected at least one, found none")
-        rows = [
-            token_ids_of(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)
-        ]
-        if any(len(row) == 0 for row in rows):
-            raise ValueError("prompt: expected at least one token, found an empty one")
-        budget = self._budgets(max_new_tokens, len(rows))
-        self.plan = self._plan_for(self._room_for(rows, budget), self._params(len(rows)))
-        self._stops_of(len(rows))
-        if self.plan.policy.kind == "cost":
-            # Before the caches: measuring takes as much memory as they do.
-            longest = max(map(len, rows))
-            self.costs = self._given_costs or cost.measure_costs(
-                self.target, self.draft, self.plan, len(rows), longest
-            )
+        rows, budget = self._admit(prompts, max_new_tokens)
         caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
-        self._context = [[] for _ in rows]
         self._tick = tick
         began = time.perf_counter()
         caches, done = self._draft_start(caches, rows, draft_from, tail)
         for context, row in zip(self._context, rows, strict=True):
             context.extend(row[:done])
         self._prefill(caches, [row[done:] for row in rows], budget, began)
+
+    def warm_up(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int] = 128
+    ) -> None:
+        """Compile all that `open` with these arguments and the rounds after it will run.
+
+        Decodes nothing and leaves nothing open. Raises as `open` does.
+        """
+        rows, budget = self._admit(prompts, max_new_tokens)
+        plan, counts = self.plan, [len(row) for row in rows]
+        caches = loop.empty_caches(self.target, self.draft, len(rows), plan.capacity)
+        caches = loop.warm_up(
+            self.target, self.draft, caches, counts, plan.capacity, plan.implementation, self._chunk
+        )
+        self._start(caches, budget)
+        loop.decode(self.target, self.draft, self.state, self._stops, jnp.int32(0), self.plan)
+        self.state = None
 
     def burst(self, rounds: int | None = None) -> None:
         """Decode `rounds` more rounds (default: until every sequence is done)."""
@@ -404,6 +404,31 @@ class SpecSession:
             for b, context in enumerate(self._context)
         ]
 
+    def _admit(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int | Sequence[int]
+    ) -> tuple[list[list[int]], list[int]]:
+        """The requests, checked, and the books for them: their plan, no context yet."""
+        prompts = sequence_of("prompts", prompts)
+        if len(prompts) == 0:
+            raise ValueError("prompts: expected at least one, found none")
+        rows = [
+            token_ids_of(f"prompt {i}", p, self.target.vocab_size) for i, p in enumerate(prompts)
+        ]
+        if any(len(row) == 0 for row in rows):
+            raise ValueError("prompt: expected at least one token, found an empty one")
+        budget = self._budgets(max_new_tokens, len(rows))
+        self.plan = self._plan_for(self._room_for(rows, budget), self._params(len(rows)))
+        self._stops_of(len(rows))
+        self.state = None  # before there are new caches, the old ones go
+        self._context = [[] for _ in rows]
+        if self.plan.policy.kind == "cost":
+            # Before the caches, too: measuring takes as much memory as they do.
+            longest = max(map(len, rows))
+            self.costs = self._given_costs or cost.measure_costs(
+                self.target, self.draft, self.plan, len(rows), longest
+            )
+        return rows, budget
+
     def _draft_start(
         self,
         caches: loop.Caches,
@@ -454,27 +479,30 @@ class SpecSession:
         caches = self._feed(self.draft, caches, rows, [len(context) for context in self._context])
         for context, row in zip(self._context, rows, strict=True):
             context.extend(row)
+        self._start(caches, budget)
+        jax.block_until_ready(self.state)
+        self._prefill_seconds, self._seconds = time.perf_counter() - began, 0.0
+        self._check_faults()
+
+    def _start(self, caches: loop.Caches, budget: list[int]) -> None:
         cap = self.plan.verify_width if self._accept else 1
-        self._stops = stop_table(self._stops_of(len(rows)))
-        params = self._params(len(rows))
+        self._stops = stop_table(self._stops_of(len(budget)))
+        params = self._params(len(budget))
         sampler, history = loop.sampling_state(self.target, self.plan, params, self._context)
         meter = None
         if self.plan.policy.kind == "cost":
-            meter = Meter.of(cost.table(self.costs, len(rows)))
+            meter = Meter.of(cost.table(self.costs, len(budget)))
         self.state = loop.start(
             self.target,
             *caches,
             jnp.asarray(budget, jnp.int32),
-            jnp.full((len(rows),), cap, jnp.int32),
+            jnp.full((len(budget),), cap, jnp.int32),
             self._stops,
             sampler,
             history,
             self.plan,
             meter,
         )
-        jax.block_until_ready(self.state)
-        self._prefill_seconds, self._seconds = time.perf_counter() - began, 0.0
-        self._check_faults()
 
     def _params(self, batch: int) -> list[SamplingParams]:
         if isinstance(self._sampling, SamplingParams):

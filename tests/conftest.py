@@ -21,3 +21,11 @@ def _forget_programs():
     """Hundreds of compiled programs held to the end cost gigabytes, and slow each collection."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_compile_cache():
+    """Commands compile afresh: no test reads or writes the user's cache folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("dflash_jax.cli.cache.use_compile_cache", lambda: None)
+        yield

@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 
 import jax
 import numpy as np
@@ -77,7 +78,7 @@ def test_a_generation_is_printed_with_its_figures(cli, family):
     assert figures.startswith(
         f"[acceptance length {out.mean_acceptance_length:.2f}, {COUNT} tokens "
     )
-    assert figures.endswith(" tok/s]")
+    assert re.search(r" tok/s, first token [0-9.]+ s, memory [0-9.]+ MiB\]$", figures)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -98,6 +99,11 @@ def test_json_is_one_object_with_everything(cli, family):
     assert (report["plain"], report["lossless"], report["speedup"]) == (None, None, None)
     for name in ("seconds", "prefill_seconds", "compile_seconds", "tokens_per_second"):
         assert report[name] > 0
+    assert report["first_token_seconds"] == report["prefill_seconds"]
+    memory = report["memory"]
+    assert memory["total"] == memory["weights"] + memory["caches"] + memory["working"]
+    leaves = jax.tree.leaves(trained(family))
+    assert memory["weights"] == sum(leaf.nbytes for leaf in leaves)
 
 
 def test_compare_says_whether_it_is_lossless_and_how_fast(cli):

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 
 from dflash_jax import __version__
-from dflash_jax.cli import export, generate, plan
+from dflash_jax.cli import cache, export, generate, plan
 from dflash_jax.cli.shell import Parser, run_command, show_warning
 
 __all__ = ["COMMANDS", "Parser", "main", "make_parser", "run_command"]
@@ -22,6 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def command() -> int:
         args = make_parser().parse_args(argv)
+        if getattr(args, "compile_cache", False):
+            cache.use_compile_cache()
         return args.run(args)
 
     try:

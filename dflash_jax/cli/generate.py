@@ -12,14 +12,17 @@ import jax
 from dflash_jax import __version__
 from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.cli import prompts
+from dflash_jax.cli.cache import add_compile_cache
 from dflash_jax.cli.models import add_models, load_models
 from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.plan import MemoryPlan, amount
+from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
 from dflash_jax.sampling import SamplingParams
-from dflash_jax.session import Generation, SpecSession, generate
+from dflash_jax.session import Generation, SpecSession
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import StreamDecoder
 from dflash_jax.window import (
@@ -39,6 +42,7 @@ SAMPLING = {
     "presence_penalty": (float, "subtract this from tokens seen before (0: off)"),
     "seed": (int, "of the random numbers (0)"),
 }
+MEMORY = ("weights", "caches", "working", "total")
 TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
@@ -84,9 +88,13 @@ def add(commands: Any) -> None:
     for name, (kind, what) in SAMPLING.items():
         gen.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=what)
     gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
+    gen.add_argument("--chunk", type=int, metavar="ROWS", help="rows of a prompt read at once")
     gen.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
+        "--progress",
+        action=argparse.BooleanOptionalAction,
+        help="say on stderr what is awaited (default: on a terminal)",
     )
+    add_compile_cache(gen)
 
 
 def _add_round_options(gen: argparse.ArgumentParser) -> None:
@@ -116,7 +124,8 @@ def _add_round_options(gen: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
     prompts.check_arguments(args)
-    status = Status(enabled=sys.stderr.isatty() and not args.json)
+    shown = sys.stderr.isatty() and not args.json if args.progress is None else args.progress
+    status = Status(enabled=shown)
     status.show(f"loading {args.target}")
     loaded, draft = load_models(args)
     if args.compare and draft is None:
@@ -128,31 +137,29 @@ def run(args: argparse.Namespace) -> int:
     prompt = _prompt_ids(args, loaded)
     status.show("compiling")
     began = time.perf_counter()
-    # How many rounds to run is a run-time value: one round compiles all that a generation needs.
     for drafter, accepted in _programs(draft, options, args.compare):
         session = SpecSession(loaded.target, drafter, **accepted)
-        session.open([prompt], args.max_new_tokens)
-        session.burst(rounds=1)
+        session.warm_up([prompt], args.max_new_tokens)
         if drafter is not None and session.costs is not None:
             options["costs"] = session.costs
     compile_seconds = time.perf_counter() - began
     status.clear()
 
     stream = sys.stdout.isatty() if args.stream is None else args.stream
-    comparison, result = None, None
-    if stream and not args.json:
-        result = _print_stream(loaded, draft, prompt, args.max_new_tokens, options)
+    stream = stream and not args.json
+    request = loaded, draft, prompt, args.max_new_tokens, options
+    comparison, memory = None, _memory(*request)
+    if stream or not args.compare:
+        result = _decode(*request, stream=stream, show=args.progress if shown else False)
     if args.compare:
         comparison = compare(loaded.target, draft, prompt, args.max_new_tokens, **options)
         result = comparison.speculative
-    elif result is None:
-        result = generate(loaded.target, draft, prompt, args.max_new_tokens, **options)
-    if not stream and not args.json:
-        print(_text(loaded, result.token_ids))
     if args.json:
-        print(json.dumps(_report(loaded, draft, result, comparison, compile_seconds)))
-    else:
-        print(_figures(result, comparison))
+        print(json.dumps(_report(loaded, draft, result, comparison, memory, compile_seconds)))
+        return 0
+    if not stream:
+        print(_text(loaded, result.token_ids))
+    print(_figures(result, comparison, memory))
     return 0
 
 
@@ -208,6 +215,7 @@ def session_options(
     options = {
         "stop_token_ids": stops,
         "capacity": args.capacity,
+        "chunk": args.chunk,
         "sampling": _sampling(args),
     }
     if args.compare and not options["sampling"].greedy:
@@ -260,20 +268,35 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     return params
 
 
-def _print_stream(
+def _memory(loaded, draft, prompt, max_new_tokens, options) -> MemoryPlan:
+    """What the generation takes on the device."""
+    session = SpecSession(loaded.target, draft, **options)
+    most = options["capacity"] or loaded.target.max_positions
+    context = min(len(prompt) + max_new_tokens - 1, most)
+    return session.memory(context, prompt=len(prompt))
+
+
+def _decode(
     loaded: LoadedTarget,
     draft: DFlashDraft | None,
     prompt: list[int],
     max_new_tokens: int,
     options: dict[str, Any],
+    *,
+    stream: bool,
+    show: bool | None,
 ) -> Generation:
-    decoder = StreamDecoder(loaded.text) if loaded.text is not None else None
+    """Generate, with a bar while the prompt is read; print the text as it comes where asked to."""
     session = SpecSession(loaded.target, draft, **options)
-    session.open([prompt], max_new_tokens)
-    for tokens in session.stream():
-        piece = decoder.push(tokens[0]) if decoder else " ".join(map(str, tokens[0])) + " "
-        print(piece, end="", flush=True)
-    print(decoder.flush() if decoder else "")
+    with Progress("reading the prompt", len(prompt), unit="tokens", show=show) as bar:
+        session.open([prompt], max_new_tokens, tick=bar.add)
+    if stream:
+        decoder = StreamDecoder(loaded.text) if loaded.text is not None else None
+        for tokens in session.stream():
+            piece = decoder.push(tokens[0]) if decoder else " ".join(map(str, tokens[0])) + " "
+            print(piece, end="", flush=True)
+        print(decoder.flush() if decoder else "")
+    session.burst()
     return session.results()[0]
 
 
@@ -281,7 +304,7 @@ def _text(loaded: LoadedTarget, ids: list[int]) -> str:
     return " ".join(map(str, ids)) if loaded.text is None else loaded.text.decode(ids)
 
 
-def _figures(result: Generation, comparison: Comparison | None) -> str:
+def _figures(result: Generation, comparison: Comparison | None, memory: MemoryPlan) -> str:
     parts = [
         f"acceptance length {result.mean_acceptance_length:.2f}",
         f"{result.emitted} tokens in {result.rounds} rounds",
@@ -301,6 +324,7 @@ def _figures(result: Generation, comparison: Comparison | None) -> str:
             )
             if d is not None
         ]
+    parts += [f"first token {result.prefill_seconds:.2f} s", f"memory {amount(memory.total)}"]
     return "[" + ", ".join(parts) + "]"
 
 
@@ -309,6 +333,7 @@ def _report(
     draft: DFlashDraft | None,
     result: Generation,
     comparison: Comparison | None,
+    memory: MemoryPlan,
     compile_seconds: float,
 ) -> dict[str, Any]:
     device = jax.devices()[0]
@@ -327,6 +352,8 @@ def _report(
         "seconds": result.seconds,
         "compile_seconds": compile_seconds,
         "tokens_per_second": result.tokens_per_second,
+        "first_token_seconds": result.prefill_seconds,
+        "memory": {name: getattr(memory, name) for name in MEMORY},
         "plain": None,
         "lossless": None,
         "speedup": None,

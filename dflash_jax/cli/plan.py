@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 
+from dflash_jax.cli.cache import add_compile_cache
 from dflash_jax.cli.models import abstract_models, add_models
 from dflash_jax.plan import amount
 from dflash_jax.session import SpecSession
@@ -31,6 +32,7 @@ def add(commands: Any) -> None:
         action="store_true",
         help="compile both programs for this device, and take their working memory from that",
     )
+    add_compile_cache(plan)
     plan.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 

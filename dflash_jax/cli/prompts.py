@@ -15,8 +15,8 @@ from dflash_jax.targets.loading import LoadedTarget
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
 SLOTS = 8
-ALONE = ("compare", "stream", "ids", "json")
-"""Options of one prompt's output, which have no meaning for a file."""
+ALONE = ("compare", "stream", "ids", "json", "chunk")
+"""Options of one prompt, which have no meaning for a file."""
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -43,6 +43,7 @@ def run(
 ) -> int:
     """Answer every prompt of the file; a line each, as they finish."""
     stops, sampling = options.pop("stop_token_ids"), options.pop("sampling")
+    del options["chunk"]
     if options["capacity"] is None:
         del options["capacity"]
     requests = []
