@@ -6,6 +6,8 @@ lives in the pytree. Loading, saving, the census gate and its error texts all re
 
 import dataclasses
 import json
+import math
+import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -131,6 +133,11 @@ class TensorFiles:
     def dtype(self, name: str) -> str:
         """Dtype from the header in safetensors spelling: "BF16", "F32", "I8", ..."""
         return self._slice(name).get_dtype()
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensor on disk, from the header."""
+        bits = re.search(r"[0-9]+", self.dtype(name))
+        return math.prod(self.shape(name)) * (int(bits.group()) if bits else 8) // 8
 
     def read(self, name: str) -> np.ndarray:
         """The tensor as a numpy array (bf16 through ml_dtypes)."""

@@ -161,14 +161,17 @@ def count(parameters: int) -> str:
     return str(parameters)
 
 
+def part_of(path: str) -> str:
+    """The part that a leaf's dotted path belongs to."""
+    fields = path.split(".")
+    return next((name for name, held in PARTS.items() if not set(held).isdisjoint(fields)), "other")
+
+
 def census(tree: Any) -> tuple[Part, ...]:
     """A model's arrays, abstract or not, counted by part."""
     leaves: dict[str, list[Any]] = {}
     for path, leaf in named_leaves(tree):
-        fields = path.split(".")
-        parts = (name for name, held in PARTS.items() if not set(held).isdisjoint(fields))
-        part = next(parts, "other")
-        leaves.setdefault(part, []).append(leaf)
+        leaves.setdefault(part_of(path), []).append(leaf)
     return tuple(
         Part(
             name,
