@@ -22,7 +22,7 @@ from dflash_jax.options import (
     STOPS,
     between,
     budget_of,
-    capacity_for,
+    default_capacity,
     round_plan,
     rounds_of,
     stop_table,
@@ -118,7 +118,7 @@ def _needs(target: Target, requests: Sequence[Request]) -> dict[str, Any]:
         raise ValueError("requests: expected at least one, found none")
     rows = max(len(r.ids) + r.max_new_tokens - 1 for r in requests)
     return {
-        "capacity": capacity_for(rows, target.max_positions),
+        "capacity": default_capacity(rows, target.max_positions),
         "sampled": any(not r.sampling.greedy for r in requests),
         "penalised": any(r.sampling.penalised for r in requests),
         "biased": any(bool(r.sampling.logit_bias) for r in requests),
