@@ -79,6 +79,8 @@ class TensorSource(Protocol):
 
     def dtype(self, name: str) -> str: ...
 
+    def nbytes(self, name: str) -> int: ...
+
     def read(self, name: str) -> np.ndarray: ...
 
     def quantized(self, name: str) -> QuantizedLinear | None: ...
@@ -243,7 +245,7 @@ def survey_draft(directory: str | Path, target: Any = None, precision: str | Non
     `target` may be an abstract one; `precision` as in `load_draft`, which raises the same.
     """
     precision = quant.resolve_precision(precision)
-    files, config = _open(draft_directory(directory), getattr(target, "token_to_id", None))
+    files, config = open_draft(draft_directory(directory), getattr(target, "token_to_id", None))
     held = config.precision if precision is None else precision
     config = dataclasses.replace(config, precision=None if held == quant.FLOAT else held)
     if config.dspark is not None:
@@ -259,7 +261,7 @@ def survey_draft(directory: str | Path, target: Any = None, precision: str | Non
     return Survey(files, config, table, head_rows, unused)
 
 
-def _open(path: Path, token_to_id: Any) -> tuple[TensorSource, DFlashConfig]:
+def open_draft(path: Path, token_to_id: Any = None) -> tuple[TensorSource, DFlashConfig]:
     """The tensors and the config of a drafter's directory or GGUF file."""
     if path.is_dir():
         return TensorFiles(path), read_config(path, token_to_id)

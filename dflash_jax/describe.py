@@ -1,25 +1,27 @@
-"""What a drafter directory holds: its config in the field's terms, and its tensors by part."""
+"""What a drafter's files hold: its config in the field's terms, and its tensors by part."""
 
 import dataclasses
+import math
 import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.checkpoint import (
-    HEAD_TABLE,
     TARGET_COPIES,
-    TensorFiles,
+    Survey,
     compute_dtype,
     draft_directory,
     listing,
+    open_draft,
     survey_draft,
-    tensor_table,
 )
-from dflash_jax.config import DFlashConfig, RopeConfig, read_config, resolve_harvest
+from dflash_jax.config import DFlashConfig, RopeConfig, resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.head import D2T
 from dflash_jax.plan import PARTS, amount, census, count, part_of
 from dflash_jax.quant import SCALE
+from dflash_jax.tables import tensor_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +37,7 @@ class StoredPart:
 
 @dataclasses.dataclass(frozen=True)
 class Description:
-    """A drafter directory, read from headers alone.
+    """A drafter, read from headers alone.
 
     stored: tensors on disk by dtype. parts: empty where it does not load. copies: tensors of the
     target's that came along, compared with it and left alone; unused: what nothing reads. problem:
@@ -61,7 +63,8 @@ class Description:
     def __str__(self) -> str:
         lines = [f"{self.config.family} drafter: {self.directory}", *config_lines(self.config)]
         stored = ", ".join(f"{number} {dtype}" for dtype, number in self.stored.items())
-        lines.append(f"  {'tensors':<12}{stored}")
+        kept = self.config.precision
+        lines.append(f"  {'tensors':<12}{stored}" + (f"; loaded as {kept}" if kept else ""))
         if self.parts:
             heads = ("part", "tensors", "parameters", "on disk", f"loaded ({self.dtype})")
             rows = [heads, *(_cells(part) for part in (*self.parts, self.whole()))]
@@ -81,28 +84,26 @@ class Description:
 
 
 def describe_draft(name: str | Path, target: Any = None, dtype: Any = None) -> Description:
-    """Describe a shipped drafter or a directory (see `draft_directory`).
+    """Describe a shipped drafter, a directory or a file (see `draft_directory`).
 
     target: loaded or abstract; the drafter is then checked against it too. dtype: of the weights
     once loaded. What keeps it from loading is told in `problem`; what cannot be described at all,
     no directory, config or tensors, raises FileNotFoundError or ValueError.
     """
-    directory = draft_directory(name)
-    files, dtype = TensorFiles(directory), compute_dtype(dtype)
-    names, leaves, problem, shapes, parts = files.names(), {}, None, None, ()
+    directory, dtype = draft_directory(name), compute_dtype(dtype)
+    problem, shapes, parts = None, None, ()
     try:
         found = survey_draft(directory)
     except (ValueError, NotImplementedError) as error:
         with warnings.catch_warnings(action="ignore"):  # said already
-            config = read_config(directory)
-        problem = _reason(error, directory)
-        known = set(tensor_table(config))
+            files, config = open_draft(directory)
+        problem, known = _reason(error, directory), set(tensor_table(config))
     else:
-        config, shapes, known = found.config, found.abstract(dtype), set(found.table)
-        known |= set() if found.head_rows is None else set(HEAD_TABLE)
-        leaves = {name: entry.leaf for name, entry in found.table.items()}
-        parts = _parts(files, leaves | dict.fromkeys(HEAD_TABLE, "head"), shapes)
+        files, config, shapes = found.files, found.config, found.abstract(dtype)
+        known = {*found.table, *(() if found.head_rows is None else (D2T,))}
+        parts = _parts(found, shapes)
         problem = None if target is None else _misfit(directory, target)
+    names = files.names()
     copies = (set(TARGET_COPIES) & names) - known
     read = known | {name + SCALE for name in known}
     return Description(
@@ -132,21 +133,23 @@ def _reason(error: Exception, directory: Path) -> str:
     return str(error).removeprefix(f"{directory}: ")
 
 
-def _parts(files: TensorFiles, leaves: dict[str, str], shapes: Any) -> tuple[StoredPart, ...]:
+def _parts(found: Survey, shapes: DFlashDraft) -> tuple[StoredPart, ...]:
     """The census of the drafter, beside that of its files."""
-    tensors, stored = Counter(), Counter()
-    for name in files.names():
+    tensors, parameters, stored = Counter(), Counter(), Counter()
+    leaves = {name: entry.leaf for name, entry in found.table.items()}
+    leaves |= {D2T: "head.d2t"} if found.head_rows is not None else {}
+    for name in found.files.names():
         leaf = leaves.get(name.removesuffix(SCALE))
         if leaf is not None:
             tensors[part_of(leaf)] += 1
-            stored[part_of(leaf)] += files.nbytes(name)
-    counted = {part.name: part for part in census(shapes)}
+            stored[part_of(leaf)] += found.files.nbytes(name)
+            if name in found.table:
+                parameters[part_of(leaf)] += math.prod(found.table[name].shape)
+    loaded = {part.name: part.nbytes for part in census(shapes)}
     return tuple(
-        StoredPart(
-            name, tensors[name], counted[name].parameters, stored[name], counted[name].nbytes
-        )
+        StoredPart(name, tensors[name], parameters[name], stored[name], loaded[name])
         for name in PARTS
-        if name in counted
+        if name in loaded
     )
 
 

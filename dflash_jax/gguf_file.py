@@ -86,6 +86,10 @@ class GGUFFile:
         """The ggml type's name: "F32", "BF16", "Q8_0", ..."""
         return self._gguf.GGMLQuantizationType(self._tensors[name][1]).name
 
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensor in the file."""
+        return self._extent(name)[1]
+
     def quantized(self, name: str) -> QuantizedLinear | None:
         """A q8_0 or q4_0 tensor, its integers and scales as they are; None for any other type."""
         kind = self.dtype(name).lower()
