@@ -38,6 +38,7 @@ from dflash_jax.selector import (
     dflash2_walk_sampled,
 )
 from dflash_jax.session import Generation, SpecSession, generate
+from dflash_jax.sharding import make_mesh
 from dflash_jax.targets import Target
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.window import (
@@ -89,6 +90,7 @@ __all__ = [
     "ingest_ctx",
     "load_draft",
     "load_target",
+    "make_mesh",
     "measure_costs",
     "read_config",
     "rejection_accept_len",

@@ -220,8 +220,8 @@ def tiled_attention(
     shape = (q.shape[0], kv_heads, q.shape[2] // kv_heads, rows)
     # Zeros that depend on q: constants would be made for all layers at once, and held till used.
     nothing = 0 * q.astype(jnp.float32).swapaxes(1, 2).reshape(*shape, -1)
-    most = jnp.full((*shape, 1), jnp.finfo(jnp.float32).min)
-    empty = most, jnp.zeros_like(most), nothing
+    most = nothing[..., :1] + jnp.finfo(jnp.float32).min
+    empty = most, nothing[..., :1], nothing
     _, total, out = jax.lax.fori_loop(first, last, step, empty)
     return _rows_of(out / total, q)
 

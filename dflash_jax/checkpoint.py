@@ -5,11 +5,13 @@ lives in the pytree. Loading, saving, the census gate and its error texts all re
 """
 
 import dataclasses
+import functools
 import json
 import math
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -17,10 +19,11 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax.sharding import Mesh
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from dflash_jax import quant
+from dflash_jax import quant, sharding
 from dflash_jax.config import (
     DFlashConfig,
     DSparkConfig,
@@ -32,7 +35,9 @@ from dflash_jax.draft import DFlashDraft, abstract
 from dflash_jax.gguf_file import GGUFFile, write_gguf
 from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head
 from dflash_jax.keys import decode_json, read_json
+from dflash_jax.leaves import ALL, load_tree
 from dflash_jax.quant import Precision, QuantizedLinear
+from dflash_jax.sharding import named_leaves
 from dflash_jax.tables import (
     CONFIDENCE,
     DSPARK_KEYS,
@@ -47,6 +52,8 @@ from dflash_jax.tables import (
 
 ASSETS = Path(__file__).parent / "assets"
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
+COMPARED = 4096
+"""Rows of two tables that are compared at once."""
 INTEGERS = ("I8", "U8")
 """Dtypes that quantised matrices are stored in."""
 GGUF_CONFIG = "dflash.config"
@@ -68,7 +75,7 @@ def compute_dtype(dtype: Any = None) -> jnp.dtype:
 
 
 class TensorSource(Protocol):
-    """Named tensors on disk: what `check_shapes` and `read_leaves` read, whatever the format."""
+    """Named tensors on disk: what `check_shapes` and `load_tree` read, whatever the format."""
 
     directory: Path
     """Where the tensors lie (a directory or one file), for error texts."""
@@ -81,7 +88,7 @@ class TensorSource(Protocol):
 
     def nbytes(self, name: str) -> int: ...
 
-    def read(self, name: str) -> np.ndarray: ...
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray: ...
 
     def quantized(self, name: str) -> QuantizedLinear | None: ...
 
@@ -113,11 +120,14 @@ class TensorFiles:
 
     def _handle(self, file: str) -> Any:
         if file not in self._open:
-            try:
-                self._open[file] = safe_open(self.directory / file, framework="numpy")
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{self.directory / file}: not safetensors ({error})") from None
+            self._open[file] = self._opened(file)
         return self._open[file]
+
+    def _opened(self, file: str) -> Any:
+        try:
+            return safe_open(self.directory / file, framework="numpy")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self.directory / file}: not safetensors ({error})") from None
 
     def names(self) -> set[str]:
         """Every tensor name of the directory."""
@@ -141,9 +151,17 @@ class TensorFiles:
         bits = re.search(r"[0-9]+", self.dtype(name))
         return math.prod(self.shape(name)) * (int(bits.group()) if bits else 8) // 8
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor as a numpy array (bf16 through ml_dtypes)."""
-        return self._handle(self._file_of[name]).get_tensor(name)
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray:
+        """The tensor, or some of its rows and columns, as a numpy array (bf16 by ml_dtypes).
+
+        Through a mapping of its own, closed again: a file's pages would stay in memory as long as
+        the file is open, which adds up to the whole checkpoint.
+        """
+        with self._opened(self._file_of[name]) as handle:
+            tensor = handle.get_slice(name)
+            shape = tensor.get_shape()
+            index = [slice(*s.indices(n)) for s, n in zip((rows, columns), shape, strict=False)]
+            return tensor[tuple(index)]
 
     def quantized(self, name: str) -> QuantizedLinear | None:
         """A quantised matrix, None for any other tensor; ValueError where its scales cannot be."""
@@ -179,6 +197,8 @@ def load_draft(
     precision: Precision | Literal["float"] | None = None,
     head_rows: int | None = None,
     ranks: str | Path | Sequence[int] | None = None,
+    mesh: Mesh | None = None,
+    progress: bool | None = None,
 ) -> DFlashDraft:
     """Load a drafter: a directory with `config.json` beside `model.safetensors` (or shards).
 
@@ -194,6 +214,8 @@ def load_draft(
       head_rows, ranks: give the drafter a head over that many of the target's tokens, those first
         in `ranks` (see `head.draft_ids`); with head_rows the target's vocab_size, a quantised head
         of the whole vocabulary. Default: the target's head, or the checkpoint's own.
+      mesh: what to split it over (`sharding.make_mesh`); default the target's.
+      progress: whether a bar is drawn, see `progress.Progress`.
 
     Raises FileNotFoundError or ValueError naming what is missing, left over or misshapen.
 
@@ -202,23 +224,51 @@ def load_draft(
     16
     """
     found = survey_draft(directory, target, precision)
-    files, config, table, dtype = found.files, found.config, found.table, compute_dtype(dtype)
+    files, trimmed = found.files, head_rows is not None or ranks is not None
     if target is not None:
-        _compare_copies(files, target, skip=table)
-    shapes = found.abstract(dtype)
-    integers = {name: entry for name, entry in table.items() if entry.leaf in _quantized(shapes)}
-    floats = {name: entry for name, entry in table.items() if name not in integers}
-    leaves = read_leaves(files, floats, dtype) | read_quantized(files, integers, config.precision)
-    if found.head_rows is not None:
-        offsets = leaves["head.d2t"] = read_d2t(files, target)
-        if _spans_target(files, config, found.head_rows):
-            leaves["markov.w2"] = leaves["markov.w2"][offsets + np.arange(found.head_rows)]
-    draft = assemble(shapes, leaves)
-    if head_rows is None and ranks is None:
+        _compare_copies(files, target, skip=found.table)
+    mesh = getattr(target, "mesh", None) if mesh is None else mesh
+    shapes = found.abstract(compute_dtype(dtype))
+    draft = load_tree(
+        shapes,
+        found.table,
+        partial(read_floats, files),
+        ready=_made(found, shapes, target),
+        mesh=None if trimmed else mesh,
+        label=f"loading {files.directory.name}",
+        progress=progress,
+    )
+    if not trimmed:
         return draft
     if target is None:
         raise ValueError("head_rows: expected a target to take the rows from, found none")
-    return trim_head(draft, target, draft_ids(target, head_rows, ranks))
+    draft = trim_head(draft, target, draft_ids(target, head_rows, ranks))
+    return draft if mesh is None else sharding.shard(draft, mesh)
+
+
+def _made(found: "Survey", shapes: DFlashDraft, target: Any) -> dict[str, Callable[[], np.ndarray]]:
+    """The leaves that are not rows of float tensors, by path: integers with scales, an own head's
+    map, and a Markov table cut to that head's tokens.
+    """
+    files, config, table, made = found.files, found.config, found.table, {}
+
+    @functools.lru_cache(maxsize=1)  # values and scales are read at once, and used one by one
+    def quantized(leaf: str) -> QuantizedLinear:
+        parts = {name: entry for name, entry in table.items() if entry.leaf == leaf}
+        return read_quantized(files, parts, config.precision)
+
+    for leaf in _quantized(shapes):
+        made[leaf + ".values"] = lambda leaf=leaf: quantized(leaf).values
+        made[leaf + ".scales"] = lambda leaf=leaf: quantized(leaf).scales
+    if found.head_rows is None:
+        return made
+    offsets = read_d2t(files, target)
+    made["head.d2t"] = lambda: offsets
+    if _spans_target(files, config, found.head_rows):
+        name = next(name for name, entry in table.items() if entry.leaf == "markov.w2")
+        ids = offsets + np.arange(found.head_rows)
+        made["markov.w2"] = lambda: read_floats(files, name)[ids]
+    return made
 
 
 class Survey(NamedTuple):
@@ -349,7 +399,7 @@ def named_tensors(draft: DFlashDraft) -> dict[str, Any]:
     them.
     """
     rows = None if draft.head is None else draft.head.d2t.shape[0]
-    leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(draft)}
+    leaves = {path: np.asarray(leaf) for path, leaf in named_leaves(sharding.whole(draft))}
     quantised, tensors = _quantized(draft), {}
     for name, entry in tensor_table(draft.config, rows).items():
         part = slice(entry.start, entry.start + entry.shape[0])
@@ -361,67 +411,40 @@ def named_tensors(draft: DFlashDraft) -> dict[str, Any]:
     return tensors if rows is None else tensors | {D2T: leaves["head.d2t"]}
 
 
-def read_leaves(
-    files: TensorSource,
-    table: Mapping[str, Entry],
-    dtype: jnp.dtype,
-    transform: Callable[[str, np.ndarray], np.ndarray] = lambda name, tensor: tensor,
-) -> dict[str, np.ndarray]:
-    """Fill every leaf that `table` names; fused leaves are written part by part, no copies held."""
-    sizes: dict[str, tuple[int, ...]] = {}
-    for entry in table.values():
-        rows = max(entry.start + entry.shape[0], sizes.get(entry.leaf, (0,))[0])
-        sizes[entry.leaf] = (rows, *entry.shape[1:])
-    leaves = {leaf: np.empty(shape, dtype) for leaf, shape in sizes.items()}
-    for name, entry in table.items():
-        tensor = transform(name, _read_as(files, name, dtype))
-        leaves[entry.leaf][entry.start : entry.start + entry.shape[0]] = tensor
-    return leaves
-
-
 def read_quantized(
     files: TensorSource, table: Mapping[str, Entry], precision: Precision | None
-) -> dict[str, np.ndarray]:
-    """The integers and scales of every leaf that `table` names, a fused leaf's parts row by row.
+) -> QuantizedLinear:
+    """The integers and scales of the leaf that the tensors of `table` make, one under the other.
 
     Tensors stored in another form are quantised here.
     """
-    parts: dict[str, list[QuantizedLinear]] = {}
-    for name, entry in sorted(table.items(), key=lambda item: item[1].start):
-        assert precision is not None
+    assert precision is not None
+    parts = []
+    for name in sorted(table, key=lambda name: table[name].start):
         weight = files.quantized(name)
         if weight is None or weight.precision != precision:
             weight = quant.quantize(read_tensor(files, name), precision)
-        parts.setdefault(entry.leaf, []).append(weight)
-    leaves = {}
-    for leaf, weights in parts.items():
-        leaves[leaf + ".values"] = np.concatenate([w.values for w in weights])
-        leaves[leaf + ".scales"] = np.concatenate([w.scales for w in weights])
-    return leaves
+        parts.append(weight)
+    values, scales = (
+        np.concatenate([getattr(w, field) for w in parts]) for field in ("values", "scales")
+    )
+    return QuantizedLinear(values, scales, precision)
 
 
-def read_tensor(files: TensorSource, name: str) -> np.ndarray:
-    """One tensor, dequantised (int8 rows to bf16, block formats to f32: always the same bits)."""
-    tensor = files.read(name)
+def read_tensor(
+    files: TensorSource, name: str, rows: slice = ALL, columns: slice = ALL
+) -> np.ndarray:
+    """One tensor or a part of it, dequantised (int8 rows to bf16, block formats to f32: always the
+    same bits).
+    """
+    tensor = files.read(name, rows, columns)
     weight = files.quantized(name) if tensor.dtype in (np.int8, np.uint8) else None
     if weight is None:
         return tensor
+    weight = weight.replace(values=weight.values[rows], scales=weight.scales[rows])
     if weight.precision == "int8":
-        return quant.dequantize_rows(weight.values, weight.scales)
-    return quant.dequantize(weight)
-
-
-def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """Leaves with dotted paths, e.g. ("layers.0.qkv", array)."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
-
-
-def assemble(shapes: Any, leaves: Mapping[str, np.ndarray]) -> Any:
-    """The pytree of an `abstract` tree, its leaves taken by path and put on the device."""
-    paths = [path for path, _ in named_leaves(shapes)]
-    arrays = [jnp.asarray(leaves[path]) for path in paths]
-    return jax.tree.unflatten(jax.tree.structure(shapes), arrays)
+        return quant.dequantize_rows(weight.values, weight.scales)[:, columns]
+    return quant.dequantize(weight)[:, columns]
 
 
 def check_shapes(files: TensorSource, table: Mapping[str, Entry]) -> None:
@@ -509,22 +532,35 @@ def _compare_copies(files: TensorSource, target: Any, skip: Iterable[str]) -> No
             raise ValueError(
                 f"{files.directory}: {name}: expected [rows, {own.shape[1]}], found {list(shape)}"
             )
-        copy, rows = _read_as(files, name, own.dtype), min(own.shape[0], shape[0])
-        if not np.array_equal(copy[:rows], np.asarray(own[:rows])):
+        if not _same_rows(files, name, own, min(own.shape[0], shape[0])):
             warnings.warn(
                 f"{files.directory}: {name} differs from the target's; the target's is used",
                 stacklevel=3,
             )
 
 
-def _read_as(files: TensorSource, name: str, dtype: jnp.dtype) -> np.ndarray:
-    """`read_tensor` in the dtype that is computed in; ValueError for one not stored as floats."""
-    tensor = read_tensor(files, name)
+def _same_rows(files: TensorSource, name: str, own: jax.Array, rows: int) -> bool:
+    """Whether a tensor's first rows are those of a table, looked at where each part of it lies."""
+    for part in own.addressable_shards:
+        first, last, _ = part.index[0].indices(rows)
+        for at in range(first, last, COMPARED):
+            end = min(at + COMPARED, last)
+            copy = read_floats(files, name, slice(at, end)).astype(own.dtype, copy=False)
+            if not np.array_equal(copy, np.asarray(part.data[at - first : end - first])):
+                return False
+    return True
+
+
+def read_floats(
+    files: TensorSource, name: str, rows: slice = ALL, columns: slice = ALL
+) -> np.ndarray:
+    """`read_tensor`; ValueError for a tensor that is not stored as floats (or integers of them)."""
+    tensor = read_tensor(files, name, rows, columns)
     if tensor.dtype not in FLOATS:
         raise ValueError(
             f"{files.directory}: {name}: expected F32, F16, BF16 or I8, found {tensor.dtype}"
         )
-    return tensor.astype(dtype, copy=False)
+    return tensor
 
 
 def listing(names: list[str], most: int = 8) -> str:

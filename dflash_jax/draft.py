@@ -5,19 +5,22 @@ accept one sequence (`[rows, H]`) or a batch (`[B, rows, H]`) alike.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from dflash_jax import kernels, quant, sharding
 from dflash_jax import kv as cache
-from dflash_jax import quant
 from dflash_jax.attention import BlockPlace, append_and_attend, block_attention, split_heads
 from dflash_jax.config import DFlashConfig
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, DraftKV
-from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, swiglu
+from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, row_linear, swiglu
 from dflash_jax.markov import ConfidenceHead, MarkovHead
 from dflash_jax.quant import QuantizedLinear
 from dflash_jax.selector import DFlash2Head
@@ -69,6 +72,7 @@ class DFlashDraft:
     `QuantizedLinear`s. `head` is None where the target's lm_head makes the draft logits, which is
     the usual case.
     `markov` and `confidence` are DSpark's, `dflash2` is DFlash2's selector; None elsewhere.
+    `mesh`: what it is split over, see `sharding`; None on one device.
     """
 
     layers: list[DFlashLayer]
@@ -80,6 +84,7 @@ class DFlashDraft:
     confidence: ConfidenceHead | None
     dflash2: DFlash2Head | None
     config: DFlashConfig = struct.field(pytree_node=False)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -222,10 +227,25 @@ def ctx_features(
             f"taps: expected width {expected} ({len(draft.config.target_layer_ids)} taps of "
             f"hidden size {draft.config.hidden_size}), found {taps.shape[-1]}"
         )
+    run = partial(_ctx_features, implementation=implementation)
     with jax.named_scope("ctx_features"):
-        rows = taps.astype(draft.dtype)
-        features = linear(rows, draft.fc, implementation=implementation)
-        return rms_norm(features, draft.hidden_norm, draft.config.rms_norm_eps)
+        if draft.mesh is None:
+            return run(draft, taps)
+        lead = [sharding.DATA, *[None] * (taps.ndim - 2)] if taps.ndim > 2 else [None]
+        return sharding.per_shard(
+            partial(run, axis=sharding.MODEL),
+            draft,
+            taps,
+            in_specs=(P(*lead, sharding.MODEL),),
+            out_specs=P(*lead),
+            checked=kernels.resolve(implementation) == "xla",
+        )
+
+
+def _ctx_features(draft, taps, implementation: Implementation, axis: str | None = None):
+    rows = taps.astype(draft.dtype)
+    features = row_linear(rows, draft.fc, axis, implementation=implementation)
+    return rms_norm(features, draft.hidden_norm, draft.config.rms_norm_eps)
 
 
 def forward(
@@ -249,6 +269,14 @@ def forward_block(
     """
     if noise_emb.ndim == 2:
         return forward_block(draft, ctx_f[None], noise_emb[None], pos[None])[0]
+    if draft.mesh is None:
+        return _forward_block(draft, ctx_f, noise_emb, pos)
+    run = partial(_forward_block, axis=sharding.MODEL)
+    by_row = {"in_specs": (sharding.ROWS,) * 3, "out_specs": sharding.ROWS}
+    return sharding.per_shard(run, draft, ctx_f, noise_emb, pos, **by_row)
+
+
+def _forward_block(draft, ctx_f, noise_emb, pos, axis: str | None = None) -> jax.Array:
     config, ctx = draft.config, ctx_f.shape[1]
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     block_rope = cos[:, ctx:], sin[:, ctx:]
@@ -270,7 +298,7 @@ def forward_block(
                 window=config.layer_window[i],
             )
 
-        x = layer_forward(config, layer, x, attend)
+        x = layer_forward(config, layer, x, attend, axis=axis)
     return rms_norm(x, draft.norm, config.rms_norm_eps)
 
 
@@ -294,10 +322,28 @@ def ingest_ctx(
     """
     if feats.ndim == 2:
         feats, pos_new = feats[None], pos_new[None]
-    rows, config = feats.shape[1], draft.config
     if count is None:
-        cache.check_room(kv, rows)
-        count = jnp.full_like(kv.len, rows)
+        cache.check_room(kv, feats.shape[1])
+        count = jnp.full_like(kv.len, feats.shape[1])
+    run = partial(_ingest, implementation=implementation)
+    if draft.mesh is None:
+        return run(draft, kv, feats, pos_new, count)
+    caches = sharding.cache_specs(kv)
+    return sharding.per_shard(
+        run,
+        draft,
+        kv,
+        feats,
+        pos_new,
+        count,
+        in_specs=(caches, *(sharding.ROWS,) * 3),
+        out_specs=caches,
+        checked=kernels.resolve(implementation) == "xla",
+    )
+
+
+def _ingest(draft, kv, feats, pos_new, count, implementation: Implementation) -> DraftKV:
+    rows, config = feats.shape[1], draft.config
     wide = kv.ring is not None and rows > kv.slack
     held = jnp.where(jnp.arange(rows) < count[:, None], pos_new, ABSENT)
     full_slot = cache.reserve(kv.full, rows)
@@ -339,9 +385,30 @@ def forward_round(
     if noise_emb.ndim == 2:
         hidden, kv = forward_round(draft, kv, noise_emb[None], pos_block[None], implementation)
         return hidden[0], kv
+    if noise_emb.shape[1] > kv.slack:
+        raise ValueError(
+            f"block: expected at most {kv.slack} rows (slack), found {noise_emb.shape[1]}"
+        )
+    run = partial(_forward_round, implementation=implementation)
+    if draft.mesh is None:
+        return run(draft, kv, noise_emb, pos_block)
+    caches = sharding.cache_specs(kv)
+    return sharding.per_shard(
+        partial(run, axis=sharding.MODEL),
+        draft,
+        kv,
+        noise_emb,
+        pos_block,
+        in_specs=(caches, sharding.ROWS, sharding.ROWS),
+        out_specs=(sharding.ROWS, caches),
+        checked=kernels.resolve(implementation) == "xla",
+    )
+
+
+def _forward_round(
+    draft, kv, noise_emb, pos_block, implementation: Implementation, axis: str | None = None
+) -> tuple[jax.Array, DraftKV]:
     config, rows = draft.config, noise_emb.shape[1]
-    if rows > kv.slack:
-        raise ValueError(f"block: expected at most {kv.slack} rows (slack), found {rows}")
     books = [kv.full] if kv.ring is None else [kv.full, kv.ring]
     slots = [cache.reserve(book, rows) for book in books]
     nothing = jnp.full_like(pos_block, ABSENT)
@@ -381,7 +448,7 @@ def forward_round(
             return attended
 
         with jax.named_scope(f"draft_layer_{i}"):
-            x = layer_forward(config, layer, x, attend, implementation)
+            x = layer_forward(config, layer, x, attend, implementation, axis)
     hidden = rms_norm(x, draft.norm, config.rms_norm_eps)
     full, ring = after[0], after[1] if kv.ring is not None else None
     return hidden, kv.replace(k=new_k, v=new_v, full=full, ring=ring)
@@ -393,26 +460,27 @@ def layer_forward(
     x: jax.Array,
     attend: Callable[[jax.Array], jax.Array],
     implementation: Implementation = "xla",
+    axis: str | None = None,
 ) -> jax.Array:
     """One layer on block rows `x [B, b, H]`.
 
     `attend` takes projected rows `[B, b, (heads + 2 * kv_heads) * D]` to attended heads
     `[B, b, heads * D]` and brings the context (cached or not). The kernels have no gradients: who
-    wants them says so.
+    wants them says so. axis: within a shard, the mesh axis to sum over.
     """
     eps, choice = config.rms_norm_eps, {"implementation": implementation}
     attention, mlp = layer.attention_conv, layer.mlp_conv
     if attention is None or mlp is None:
         h = rms_norm(x, layer.input_norm, eps)
-        x = x + linear(attend(linear(h, layer.qkv, **choice)), layer.o, **choice)
+        x = x + row_linear(attend(linear(h, layer.qkv, **choice)), layer.o, axis, **choice)
         h = rms_norm(x, layer.post_norm, eps)
-        return x + swiglu(h, layer.gate_up, layer.down, **choice)
+        return x + swiglu(h, layer.gate_up, layer.down, axis=axis, **choice)
     # DFlash2: each sublayer stands between two convolutions.
     h, dyn = d2_conv_prepare(attention, x, norm=layer.input_norm, eps=eps, **choice)
-    out = linear(attend(linear(h, layer.qkv, **choice)), layer.o, **choice)
+    out = row_linear(attend(linear(h, layer.qkv, **choice)), layer.o, axis, **choice)
     x = d2_conv_finish(attention, out, dyn, residual=x, **choice)
     h, dyn = d2_conv_prepare(mlp, x, norm=layer.post_norm, eps=eps, **choice)
-    out = swiglu(h, layer.gate_up, layer.down, **choice)
+    out = swiglu(h, layer.gate_up, layer.down, axis=axis, **choice)
     return d2_conv_finish(mlp, out, dyn, residual=x, **choice)
 
 

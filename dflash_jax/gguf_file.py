@@ -16,6 +16,7 @@ import numpy as np
 
 from dflash_jax import quant
 from dflash_jax.extras import require
+from dflash_jax.leaves import ALL
 from dflash_jax.quant import QuantizedLinear
 
 
@@ -68,10 +69,16 @@ class GGUFFile:
         """Shape, slowest axis first (the file lists it fastest first)."""
         return self._tensors[name][0]
 
-    def read(self, name: str) -> np.ndarray:
-        """The tensor in f32, whatever ggml type it is stored in; 32-bit integers as they are."""
+    def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray:
+        """The tensor, or some rows and columns of it, in f32, whatever ggml type it is stored in;
+        32-bit integers as they are.
+
+        Blocks of a quantised type run along a row: rows are dequantised whole.
+        """
         shape, stored = self.shape(name), self._bytes(name)
         ggml_type = self._gguf.GGMLQuantizationType[self.dtype(name)]
+        if len(shape) > 1:
+            stored = stored[rows]
         if ggml_type.name == "I32":
             return stored.view(np.int32)
         try:
@@ -80,7 +87,10 @@ class GGUFFile:
             raise NotImplementedError(
                 f"{self.directory}: {name}: the gguf package does not dequantise {ggml_type.name}"
             ) from None
-        return values.astype(np.float32, copy=False).reshape(shape)
+        values = values.astype(np.float32, copy=False)
+        if len(shape) == 1:
+            return values.reshape(shape)[rows]
+        return values.reshape(-1, *shape[1:])[:, columns]
 
     def dtype(self, name: str) -> str:
         """The ggml type's name: "F32", "BF16", "Q8_0", ..."""

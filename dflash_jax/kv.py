@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.sharding import Mesh
 
+from dflash_jax import sharding
 from dflash_jax.config import DFlashConfig
 
 ABSENT = -1
@@ -57,13 +59,20 @@ class DraftKV:
 
 
 def allocate(
-    config: DFlashConfig, batch: int, capacity: int, dtype: jnp.dtype, overhang: int = 0
+    config: DFlashConfig,
+    batch: int,
+    capacity: int,
+    dtype: jnp.dtype,
+    overhang: int = 0,
+    mesh: Mesh | None = None,
 ) -> DraftKV:
     """An empty cache for `capacity` context rows a sequence.
 
     One block or per-round append may bring block_size + 1 rows (`slack`). `overhang`, where
     larger, leaves that many slots past capacity for the padding rows of a prompt's last chunk.
+    `mesh`: the drafter's, to split the cache over.
     """
+    sharding.check_batch(mesh, batch)
     slack = config.block_size + 1
     full_slots = capacity + max(slack, overhang)
     windows = [w for w in config.layer_window if w is not None]
@@ -81,7 +90,7 @@ def allocate(
         absent = jnp.full((batch, slots), ABSENT, jnp.int32)
         return Slots(pos=absent, next=jnp.zeros((batch,), jnp.int32), ring=ring)
 
-    return DraftKV(
+    kv = DraftKV(
         k=leaves(),
         v=leaves(),
         len=jnp.zeros((batch,), jnp.int32),
@@ -93,6 +102,7 @@ def allocate(
         capacity=capacity,
         slack=slack,
     )
+    return sharding.constrain(kv, mesh, sharding.cache_specs(kv))
 
 
 def check_room(kv: DraftKV, rows: int) -> None:

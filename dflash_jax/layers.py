@@ -33,6 +33,22 @@ def linear(
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
 
 
+def row_linear(
+    x: jax.Array,
+    weight: jax.Array | QuantizedLinear,
+    axis: str | None = None,
+    *,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """`linear` that ends a split layer: shards along mesh axis `axis`, each with its slice of the
+    inputs, add up in f32. None: nothing is split.
+    """
+    if axis is None:
+        return linear(x, weight, implementation=implementation)
+    part = linear(x, weight, jnp.float32, implementation=implementation)
+    return jax.lax.psum(part, axis).astype(x.dtype)
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`x / rms(x) * weight` over the last axis, statistics in f32, plain weights (not 1 + w)."""
     x32 = x.astype(jnp.float32)
@@ -45,11 +61,15 @@ def swiglu(
     gate_up: jax.Array | QuantizedLinear,
     down: jax.Array | QuantizedLinear,
     implementation: Implementation = None,
+    axis: str | None = None,
 ) -> jax.Array:
-    """`down(silu(gate x) * (up x))`; `gate_up [2F, H]` holds the gate rows, then the up rows."""
+    """`down(silu(gate x) * (up x))`; `gate_up [2F, H]` holds the gate rows, then the up rows.
+
+    axis: see `row_linear`.
+    """
     rows = linear(x, gate_up, implementation=implementation)
     gate, up = jnp.split(rows, 2, axis=-1)
-    return linear(jax.nn.silu(gate) * up, down, implementation=implementation)
+    return row_linear(jax.nn.silu(gate) * up, down, axis, implementation=implementation)
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

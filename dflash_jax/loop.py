@@ -49,7 +49,8 @@ def empty_caches(target: Target, draft: DFlashDraft | None, batch: int, capacity
     last = jnp.zeros_like(target.embed(jnp.zeros((batch, 1), jnp.int32))[:, 0])
     kv = None
     if draft is not None:
-        kv = cache.allocate(draft.config, batch, capacity, draft.dtype, overhang=slack)
+        room = {"overhang": slack, "mesh": draft.mesh}
+        kv = cache.allocate(draft.config, batch, capacity, draft.dtype, **room)
     return Caches(state, kv, last)
 
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import kernels
+from dflash_jax import kernels, sharding
 from dflash_jax.config import DSparkHarvest, resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
@@ -52,6 +52,7 @@ def round_plan(
         raise ValueError(
             f"draft: expected a DFlashDraft (load_draft) or None, found a {kind_of(draft)}"
         )
+    sharding.check_pair(target, draft)
     kernels.resolve(implementation)
     same = {
         "capacity": capacity,

@@ -5,13 +5,13 @@ for one sequence and vmapped.
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from dflash_jax import markov, selector
+from dflash_jax import markov, selector, sharding
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
@@ -56,8 +56,7 @@ def draft_logits(
     if draft.head is None:
         logits = target.logits(hidden)
     else:
-        head = draft.head.lm_head
-        logits = linear(hidden, head, jnp.float32, implementation=implementation)
+        logits = _own_logits(draft, draft.head.lm_head, hidden, implementation)
     multiplier, cap = draft.config.output_multiplier, draft.config.final_logit_softcapping
     if multiplier == 1.0 and cap is None:
         return logits
@@ -65,6 +64,13 @@ def draft_logits(
     shaped = shaped if cap is None else cap * jnp.tanh(shaped / cap)
     never = jnp.finfo(logits.dtype).min
     return jnp.where(logits == never, never, shaped)
+
+
+def _own_logits(draft, head, hidden: jax.Array, implementation: Implementation) -> jax.Array:
+    def run(head: Any, hidden: jax.Array) -> jax.Array:
+        return linear(hidden, head, jnp.float32, implementation=implementation)
+
+    return sharding.by_vocabulary(run, draft.mesh, head, hidden)
 
 
 def first_fault(logits: jax.Array) -> jax.Array:
@@ -115,7 +121,7 @@ def propose_rows(
     draft: DFlashDraft, logits: jax.Array, implementation: Implementation = None
 ) -> jax.Array:
     """DFlash rows, greedily: each row's argmax `[..., V]`, ties to the lower id, as a target id."""
-    return _target_ids(draft, selector.best_ids(logits, implementation))
+    return _target_ids(draft, selector.best_ids(logits, implementation, draft.mesh))
 
 
 def dflash2_propose_greedy(
@@ -211,7 +217,7 @@ def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal
 def _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementation) -> Proposal:
     """DFlash2: top-k candidates, then a path through the selector's lattice."""
     head = draft.dflash2
-    unary, cand = selector.top_candidates(logits, head.top_k, implementation)
+    unary, cand = selector.top_candidates(logits, head.top_k, implementation, draft.mesh)
     hproj = selector.hidden_projection(head, hidden)
     fault = selector.candidate_fault(unary)
     cand = _target_ids(draft, cand)
@@ -219,10 +225,12 @@ def _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementati
     if filters is None:
         walk = partial(selector.lattice_walk_greedy, implementation=implementation)
         walk = jax.vmap(walk, in_axes=(None, None, 0, 0, 0, 0))
+        walk = sharding.by_sequence(walk, draft.mesh, shared=2, rows=4)
         path = walk(*codebooks, unary, cand, hproj, anchor)
         return Proposal(path, jnp.ones(path.shape, jnp.float32), fault)
     walk = partial(selector.lattice_walk_sampled, implementation=implementation)
     walk = jax.vmap(walk, in_axes=(None, None, 0, 0, 0, 0, 0, 0))
+    walk = sharding.by_sequence(walk, draft.mesh, shared=2, rows=6)
     drawn = walk(*codebooks, unary, cand, hproj, anchor, filters.temperature, uniforms)
     return Proposal(drawn.path, drawn.q_chosen, fault, cand=cand, q_rows=drawn.q_rows)
 

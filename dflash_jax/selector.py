@@ -10,16 +10,20 @@ indices. A third, the GPU kernel, is one launch for a path. Source: z-lab/dflash
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from dflash_jax import kernels
 from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.sampling import GREEDY_TEMPERATURE, inverse_cdf
+from dflash_jax.sharding import DATA, MODEL
 
 MOST_CANDIDATES, MOST_ROWS = 64, 65535
 """Of the top-k kernel: k, and rows in one call."""
@@ -51,22 +55,49 @@ class Walk(NamedTuple):
 
 
 def top_candidates(
-    logits: jax.Array, k: int, implementation: Implementation = None
+    logits: jax.Array, k: int, implementation: Implementation = None, mesh: Mesh | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """The k best of each row `[..., V]`: (unary, ids) `[..., k]`, descending, ties by lower id.
 
     A NaN counts as the greatest and comes out first; `candidate_fault` finds it. Below it the order
     is the total order of floats: 0 before -0. The kernel gives the very same arrays. Raises
     NotImplementedError as `kernels.resolve` does.
+
+    mesh: for `[B, nd, V]` split over its `model` axis by vocabulary; the arrays are the same again.
     """
+    if mesh is not None:
+        return _by_vocabulary(
+            logits, k, partial(top_candidates, implementation=implementation), mesh
+        )
     if kernels.resolve(implementation, _top_k_refusal(logits, k)) == "pallas":
         return kernels.kernel("topk").top_k(logits, k)
     # A NaN with its sign bit set, which x86 arithmetic makes, would come out last.
     best = jax.lax.top_k(jnp.where(jnp.isnan(logits), jnp.nan, logits), k)
     # Where XLA folds the slices of its result into what reads them, it sorts the whole vocabulary:
     # 200 ms instead of one for 11 rows of 49152 on a CPU.
-    unary, ids = jax.lax.optimization_barrier(best)
+    # Two barriers: one over both aborts XLA's compiler on a CPU inside shard_map (jax 0.10.2).
+    unary, ids = (jax.lax.optimization_barrier(part) for part in best)
     return unary, ids.astype(jnp.int32)
+
+
+def _by_vocabulary(logits, k: int, best: Callable[..., Any], mesh: Mesh) -> Any:
+    """`best(rows, k)` -> (values, ids) of rows whose vocabulary is split over a mesh: each shard's
+    own, then the best of those. Shards hold ascending ids, so a tie still goes to the lower one.
+    """
+
+    def shard(rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        size = rows.shape[-1]
+        values, ids = best(rows, min(k, size))
+        ids = ids + jax.lax.axis_index(MODEL) * size
+        last = values.ndim - 1
+        values, ids = (jax.lax.all_gather(x, MODEL, axis=last, tiled=True) for x in (values, ids))
+        values, places = best(values, k)
+        return values, jnp.take_along_axis(ids, places, axis=-1)
+
+    split, joined = P(DATA, None, MODEL), P(DATA)
+    return jax.shard_map(
+        shard, mesh=mesh, in_specs=(split,), out_specs=(joined, joined), check_vma=False
+    )(logits)
 
 
 def _top_k_refusal(logits: jax.Array, k: int) -> str | None:
@@ -85,14 +116,24 @@ def _dtype_refusal(name: str, dtype: jnp.dtype) -> str | None:
     return None
 
 
-def best_ids(logits: jax.Array, implementation: Implementation = None) -> jax.Array:
+def best_ids(
+    logits: jax.Array, implementation: Implementation = None, mesh: Mesh | None = None
+) -> jax.Array:
     """`jnp.argmax` of each row `[..., V]` as int32: the first NaN where there is one.
 
     implementation: XLA unless the kernel is asked for, which was measured slower. Raises
-    NotImplementedError as `kernels.resolve` does.
+    NotImplementedError as `kernels.resolve` does. mesh: as in `top_candidates`.
     """
     if kernels.resolve(implementation, _top_k_refusal(logits, 1), best="xla") == "pallas":
-        return kernels.kernel("topk").argmax(logits)
+        argmax = kernels.kernel("topk").argmax
+        if mesh is None:
+            return argmax(logits)
+
+        def best(rows: jax.Array, _: int) -> tuple[jax.Array, jax.Array]:
+            ids = argmax(rows)[..., None]
+            return jnp.take_along_axis(rows, ids, axis=-1), ids
+
+        return _by_vocabulary(logits, 1, best, mesh)[1][..., 0]
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dflash_jax import cost, loop
+from dflash_jax import cost, loop, sharding
 from dflash_jax import kv as cache
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft
@@ -190,6 +191,8 @@ class SpecSession:
       logprobs: keep the target's log-probability of each emitted token.
       implementation: "xla" or "pallas" for the ops that have kernels; default what each op takes
         by itself, see `kernels.resolve`. NotImplementedError where "pallas" cannot run here.
+      mesh: what to split both models over (`sharding.make_mesh`), where they are on one device;
+        models that were loaded onto a mesh stay there.
       check: after every burst assert the round invariants (rows held, anchor), for debugging.
       accept: False verifies as usual but accepts nothing: the same compiled program then decodes
         plainly, one token a round, which is what losslessness is checked against.
@@ -217,9 +220,11 @@ class SpecSession:
         row_draws: RowDraws = "argmax",
         logprobs: bool = False,
         implementation: Implementation = None,
+        mesh: Mesh | None = None,
         check: bool = False,
         accept: bool = True,
     ):
+        target, draft = sharding.shard_pair(target, draft, mesh)
         self._plan = round_plan(
             target,
             draft,

@@ -589,7 +589,7 @@ def test_an_empty_name_is_not_the_current_directory(
     ],
 )
 def test_want_of_memory_and_long_reasons_are_one_line(error, message, capsys, monkeypatch):
-    def fail(*_):
+    def fail(*_, **__):
         raise error
 
     monkeypatch.setattr("dflash_jax.cli.models.load_target", fail)

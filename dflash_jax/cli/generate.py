@@ -8,11 +8,13 @@ import time
 from typing import Any, get_args
 
 import jax
+from jax.sharding import Mesh
 
 from dflash_jax import __version__
 from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.cli import prompts
 from dflash_jax.cli.cache import add_compile_cache
+from dflash_jax.cli.devices import add_devices, first_process_prints, join_devices
 from dflash_jax.cli.models import add_models, load_models
 from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
@@ -66,6 +68,7 @@ def add(commands: Any) -> None:
         "--batch", type=int, metavar="N", help=f"prompts decoded at a time ({prompts.SLOTS})"
     )
     add_models(gen)
+    add_devices(gen)
     gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
     gen.add_argument(
         "--stop",
@@ -124,10 +127,16 @@ def _add_round_options(gen: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """`dflash-jax generate`."""
     prompts.check_arguments(args)
+    mesh = join_devices(args)
+    with first_process_prints(args):
+        return _generate(args, mesh)
+
+
+def _generate(args: argparse.Namespace, mesh: Mesh | None) -> int:
     shown = sys.stderr.isatty() and not args.json if args.progress is None else args.progress
     status = Status(enabled=shown)
     status.show(f"loading {args.target}")
-    loaded, draft = load_models(args)
+    loaded, draft = load_models(args, mesh, args.progress if shown else False)
     if args.compare and draft is None:
         raise ValueError("--compare: expected a drafter to compare with, found --draft none")
     options = session_options(args, loaded, draft)
@@ -363,6 +372,7 @@ def _report(
         "target": loaded.name,
         "dtype": str(loaded.target.embedding.dtype),
         "device": f"{device.platform}: {device.device_kind}",
+        "devices": 1 if loaded.target.mesh is None else loaded.target.mesh.size,
         "versions": {"dflash-jax": __version__, "jax": jax.__version__},
     }
     if comparison is not None:

@@ -3,6 +3,8 @@
 import argparse
 from typing import Any
 
+from jax.sharding import Mesh
+
 from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts, survey_draft
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.head import draft_ids
@@ -73,9 +75,15 @@ def head_rows(args: argparse.Namespace, target: Any) -> int | None:
     return int(rows)
 
 
-def load_models(args: argparse.Namespace) -> tuple[LoadedTarget, DFlashDraft | None]:
-    """The target with its tokenizer, and the drafter."""
-    loaded, name = load_target(args.target, args.dtype), draft_name(args)
+def load_models(
+    args: argparse.Namespace, mesh: Mesh | None = None, progress: bool | None = None
+) -> tuple[LoadedTarget, DFlashDraft | None]:
+    """The target with its tokenizer, and the drafter, over a mesh where one is given.
+
+    progress: see `progress.Progress`.
+    """
+    loaded = load_target(args.target, args.dtype, mesh=mesh, progress=progress)
+    name = draft_name(args)
     if name is None:
         return loaded, None
     draft = load_draft(
@@ -85,6 +93,7 @@ def load_models(args: argparse.Namespace) -> tuple[LoadedTarget, DFlashDraft | N
         precision=args.draft_precision,
         head_rows=head_rows(args, loaded.target),
         ranks=args.ranks,
+        progress=progress,
     )
     return loaded, draft
 

@@ -4,16 +4,20 @@ One function serves prefill, verify and the one-token step: `DenseTarget.forward
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
+from dflash_jax import kernels, sharding
 from dflash_jax.attention import BlockPlace, append_and_attend
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT
-from dflash_jax.layers import linear, rms_norm, rope_tables, swiglu
+from dflash_jax.layers import linear, rms_norm, rope_tables, row_linear, swiglu
 from dflash_jax.targets import TargetOutput, check_taps
 
 
@@ -82,7 +86,8 @@ class DenseState:
 class DenseTarget:
     """A dense decoder as a `Target`: embedding `[rows, H]`, layers, norm `[H]`, head `[rows, H]`.
 
-    `head` is None where it is tied to the embedding.
+    `head` is None where it is tied to the embedding. `mesh`: what it is split over, see `sharding`;
+    None on one device.
     """
 
     embedding: jax.Array
@@ -90,6 +95,7 @@ class DenseTarget:
     norm: jax.Array
     head: jax.Array | None
     config: DecoderConfig = struct.field(pytree_node=False)
+    mesh: Mesh | None = struct.field(pytree_node=False, default=None)
 
     @property
     def hidden_size(self) -> int:
@@ -125,12 +131,14 @@ class DenseTarget:
 
     def init_state(self, batch: int, slots: int) -> DenseState:
         config = self.config
+        sharding.check_batch(self.mesh, batch)
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
 
         def leaves() -> list[jax.Array]:
             return [jnp.zeros(shape, self.embedding.dtype) for _ in self.layers]
 
-        return DenseState(k=leaves(), v=leaves(), len=jnp.zeros((batch,), jnp.int32))
+        state = DenseState(k=leaves(), v=leaves(), len=jnp.zeros((batch,), jnp.int32))
+        return sharding.constrain(state, self.mesh, sharding.cache_specs(state))
 
     def forward(
         self,
@@ -139,49 +147,76 @@ class DenseTarget:
         taps: tuple[int, ...] = (),
         implementation: Implementation = None,
     ) -> tuple[TargetOutput, DenseState]:
-        config, rows, eps = self.config, ids.shape[1], self.config.rms_norm_eps
-        check_taps(taps, config.num_hidden_layers)
-        pos = state.len[:, None] + jnp.arange(rows)
-        slots = jnp.arange(state.k[0].shape[2])
-        k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
-        cos, sin = rope_tables(config.rope, config.head_dim, pos)
-        place = BlockPlace(cos, sin, q_pos=pos, k_pos=k_pos, slot=state.len, end=state.len)
-        new_k, new_v, tapped = list(state.k), list(state.v), {}
-        x = self.embed(ids)
-        for i, layer in enumerate(self.layers):
-            with jax.named_scope(f"target_layer_{i}"):
-                h = rms_norm(x, layer.input_norm, eps)
-                attended, new_k[i], new_v[i] = append_and_attend(
-                    linear(h, layer.qkv),
-                    (layer.q_norm, layer.k_norm) if config.qk_norm else None,
-                    eps,
-                    place,
-                    state.k[i],
-                    state.v[i],
-                    causal=True,
-                    window=config.layer_window[i],
-                    implementation=implementation,
-                )
-                x = x + linear(attended, layer.o)
-                h = rms_norm(x, layer.post_norm, eps)
-                x = x + swiglu(h, layer.gate_up, layer.down)
-                tapped[i] = x
-        hidden = rms_norm(x, self.norm, eps)
-        # transformers' hidden_states hold the last layer's output after the final norm.
-        tapped[config.num_hidden_layers - 1] = hidden
-        empty = jnp.zeros((*ids.shape, 0), x.dtype)
-        joined = jnp.concatenate([empty, *(tapped[i] for i in taps)], axis=-1)
-        return TargetOutput(hidden, joined), state.replace(k=new_k, v=new_v)
+        check_taps(taps, self.config.num_hidden_layers)
+        run, x = partial(_layers, taps=taps, implementation=implementation), self.embed(ids)
+        if self.mesh is None:
+            return run(self, state, x)
+        caches = sharding.cache_specs(state)
+        return sharding.per_shard(
+            partial(run, axis=sharding.MODEL),
+            self,
+            state,
+            x,
+            in_specs=(caches, sharding.ROWS),
+            out_specs=(sharding.ROWS, caches),
+            checked=kernels.resolve(implementation) == "xla",
+        )
 
     def commit(self, state: DenseState, count: jax.Array) -> DenseState:
         return state.replace(len=state.len + count)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         logits = linear(hidden, self.lm_head, dtype=jnp.float32)
+        by_vocabulary = P(*[P.UNCONSTRAINED] * (logits.ndim - 1), sharding.MODEL)
+        logits = sharding.constrain(logits, self.mesh, by_vocabulary)
         if self.config.vocab_size == self.config.embedding_rows:
             return logits
         real = jnp.arange(self.config.embedding_rows) < self.config.vocab_size
         return jnp.where(real, logits, jnp.finfo(jnp.float32).min)
+
+
+def _layers(
+    target: DenseTarget,
+    state: DenseState,
+    x: jax.Array,
+    taps: tuple[int, ...],
+    implementation: Implementation,
+    axis: str | None = None,
+) -> tuple[TargetOutput, DenseState]:
+    """`DenseTarget.forward` from embedded rows `x [B, rows, H]` on; `axis`: within a shard, the
+    mesh axis to sum over.
+    """
+    config, rows, eps = target.config, x.shape[1], target.config.rms_norm_eps
+    pos = state.len[:, None] + jnp.arange(rows)
+    slots = jnp.arange(state.k[0].shape[2])
+    k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
+    cos, sin = rope_tables(config.rope, config.head_dim, pos)
+    place = BlockPlace(cos, sin, q_pos=pos, k_pos=k_pos, slot=state.len, end=state.len)
+    new_k, new_v, tapped = list(state.k), list(state.v), {}
+    for i, layer in enumerate(target.layers):
+        with jax.named_scope(f"target_layer_{i}"):
+            h = rms_norm(x, layer.input_norm, eps)
+            attended, new_k[i], new_v[i] = append_and_attend(
+                linear(h, layer.qkv),
+                (layer.q_norm, layer.k_norm) if config.qk_norm else None,
+                eps,
+                place,
+                state.k[i],
+                state.v[i],
+                causal=True,
+                window=config.layer_window[i],
+                implementation=implementation,
+            )
+            x = x + row_linear(attended, layer.o, axis)
+            h = rms_norm(x, layer.post_norm, eps)
+            x = x + swiglu(h, layer.gate_up, layer.down, axis)
+            tapped[i] = x
+    hidden = rms_norm(x, target.norm, eps)
+    # transformers' hidden_states hold the last layer's output after the final norm.
+    tapped[config.num_hidden_layers - 1] = hidden
+    empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
+    joined = jnp.concatenate([empty, *(tapped[i] for i in taps)], axis=-1)
+    return TargetOutput(hidden, joined), state.replace(k=new_k, v=new_v)
 
 
 def abstract(config: DecoderConfig, dtype: jnp.dtype) -> DenseTarget:

@@ -1,15 +1,18 @@
 """Targets from a GGUF file, the one-file format of llama.cpp, quantised or not."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
-from dflash_jax.checkpoint import assemble, check_shapes, compute_dtype, listing, read_leaves
+from dflash_jax.checkpoint import check_shapes, compute_dtype, listing, read_floats
 from dflash_jax.config import RopeConfig
 from dflash_jax.gguf_file import GGUFFile
 from dflash_jax.keys import Keys, token_id
 from dflash_jax.layers import rope_frequencies
+from dflash_jax.leaves import load_tree
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 from dflash_jax.targets.hf import table
 
@@ -38,7 +41,13 @@ UNUSED = 5
 """`tokenizer.ggml.token_type` of a padding row."""
 
 
-def load_gguf(source: str | Path | GGUFFile, dtype: Any = None) -> DenseTarget:
+def load_gguf(
+    source: str | Path | GGUFFile,
+    dtype: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    progress: bool | None = None,
+) -> DenseTarget:
     """Load a target of architecture llama or qwen3 from a GGUF file.
 
     Rows of q and k that the converter reordered for llama.cpp's interleaved rotary embedding
@@ -47,6 +56,7 @@ def load_gguf(source: str | Path | GGUFFile, dtype: Any = None) -> DenseTarget:
     Args:
       source: a path, or a file already opened.
       dtype: of the loaded weights; default f32 on a CPU, bf16 elsewhere.
+      mesh: what to split it over, see `sharding`. progress: of a bar, see `progress.Progress`.
 
     Raises what `GGUFFile` does, ValueError naming missing, left-over or misshapen tensors and
     NotImplementedError for an architecture or a setting that this decoder does not have.
@@ -59,9 +69,15 @@ def load_gguf(source: str | Path | GGUFFile, dtype: Any = None) -> DenseTarget:
             return half_split_rows(tensor, config.head_dim)
         return tensor
 
-    dtype = compute_dtype(dtype)
-    leaves = read_leaves(file, table(config, NAMES), dtype, transform)
-    return assemble(abstract(config, dtype), leaves)
+    return load_tree(
+        abstract(config, compute_dtype(dtype)),
+        table(config, NAMES),
+        partial(read_floats, file),
+        transform=transform,
+        mesh=mesh,
+        label=f"loading {file.directory.name}",
+        progress=progress,
+    )
 
 
 def open_gguf(source: str | Path | GGUFFile) -> tuple[GGUFFile, DecoderConfig]:

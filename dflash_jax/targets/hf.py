@@ -2,23 +2,26 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax.checkpoint import (
+    COMPARED,
     Entry,
     TensorFiles,
-    assemble,
     check_shapes,
     compute_dtype,
     listing,
-    read_leaves,
+    read_floats,
 )
 from dflash_jax.config import LAYER_TYPES, parse_rope
 from dflash_jax.keys import LARGEST, Keys, read_json
 from dflash_jax.keys import table as nested_table
+from dflash_jax.leaves import load_tree
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 
 MODEL_TYPES = ("llama", "qwen3")
@@ -42,21 +45,34 @@ NAMES = {
 """The parts of a dense decoder and their tensors' names (`{}`: the layer)."""
 
 
-def load_hf(directory: str | Path, dtype: Any = None) -> DenseTarget:
-    """Load a Qwen3 or Llama-class target.
+def load_hf(
+    directory: str | Path,
+    dtype: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    progress: bool | None = None,
+) -> DenseTarget:
+    """Load a Qwen3 or Llama-class target, leaf by leaf, straight to where it runs.
 
     Args:
       directory: `config.json`, `model.safetensors` (or shards and their index); where present,
         `generation_config.json` adds stop tokens and `tokenizer.json` says which rows of a
         padded embedding are real tokens.
       dtype: of the loaded weights; default f32 on a CPU, bf16 elsewhere.
+      mesh: what to split it over, see `sharding`. progress: of a bar, see `progress.Progress`.
 
     Raises FileNotFoundError or ValueError naming the missing, left-over or misshapen tensors or
     the key that is wrong, NotImplementedError for a model that this decoder is not.
     """
     files, config = open_hf(directory)
-    dtype = compute_dtype(dtype)
-    return assemble(abstract(config, dtype), read_leaves(files, table(config), dtype))
+    return load_tree(
+        abstract(config, compute_dtype(dtype)),
+        table(config),
+        partial(read_floats, files),
+        mesh=mesh,
+        label=f"loading {files.directory.name}",
+        progress=progress,
+    )
 
 
 def open_hf(directory: str | Path) -> tuple[TensorFiles, DecoderConfig]:
@@ -241,8 +257,7 @@ def _check_leftovers(files: TensorFiles, names: Mapping[str, Entry], config: Dec
     left = {n for n in files.names() - set(names) if not n.endswith("rotary_emb.inv_freq")}
     if config.tied and NAMES["head"] in left:
         left.remove(NAMES["head"])
-        head, embedding = files.read(NAMES["head"]), files.read(NAMES["embedding"])
-        if not np.array_equal(head, embedding):
+        if not _equal(files, NAMES["head"], NAMES["embedding"]):
             warnings.warn(
                 f"{files.directory}: tie_word_embeddings is true, found a {NAMES['head']} that "
                 "differs from the embedding; the embedding is used",
@@ -250,6 +265,14 @@ def _check_leftovers(files: TensorFiles, names: Mapping[str, Entry], config: Dec
             )
     if left:
         raise ValueError(f"{files.directory}: unused tensors {listing(sorted(left))}")
+
+
+def _equal(files: TensorFiles, one: str, other: str) -> bool:
+    """Whether two tensors hold the same, compared a few rows at a time."""
+    if files.shape(one) != files.shape(other):
+        return False
+    some = (slice(at, at + COMPARED) for at in range(0, files.shape(one)[0], COMPARED))
+    return all(np.array_equal(files.read(one, rows), files.read(other, rows)) for rows in some)
 
 
 def _generation_stops(directory: Path) -> list[int]:

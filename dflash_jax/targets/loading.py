@@ -5,6 +5,8 @@ import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jax.sharding import Mesh
+
 from dflash_jax.checkpoint import TensorFiles, compute_dtype
 from dflash_jax.extras import require
 from dflash_jax.targets.dense import DenseTarget, abstract
@@ -30,7 +32,13 @@ class LoadedTarget(NamedTuple):
     name: str
 
 
-def load_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> LoadedTarget:
+def load_target(
+    spec: str | Path = DEFAULT_TARGET,
+    dtype: Any = None,
+    *,
+    mesh: Mesh | None = None,
+    progress: bool | None = None,
+) -> LoadedTarget:
     """Load a target and its tokenizer.
 
     Args:
@@ -38,6 +46,8 @@ def load_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> LoadedT
         Face directory, a `.gguf` file, or a hub id "org/name" (from the local cache where it is
         there, else downloaded).
       dtype: of the weights; default f32 on a CPU, bf16 elsewhere.
+      mesh: what to split the target over (`sharding.make_mesh`), each device reading its own part.
+      progress: whether a bar is drawn; default on a terminal, where loading takes a while.
 
     Raises FileNotFoundError, ValueError or NotImplementedError saying what is wrong, and
     ModuleNotFoundError with the install command where an optional package is missing. A
@@ -46,9 +56,8 @@ def load_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> LoadedT
     >>> target, text, name = load_target("smollm2")       # doctest: +SKIP
     """
     path, name = locate(spec), str(spec)
-    if path.is_dir():
-        return _from_directory(path, name, dtype)
-    return _from_gguf(path, name, dtype)
+    load = _from_directory if path.is_dir() else _from_gguf
+    return load(path, name, {"dtype": dtype, "mesh": mesh, "progress": progress})
 
 
 def abstract_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> DenseTarget:
@@ -124,14 +133,14 @@ def _has_weights(config: str) -> bool:
         return False
 
 
-def _from_directory(directory: Path, name: str, dtype: Any) -> LoadedTarget:
-    target = load_hf(directory, dtype)
+def _from_directory(directory: Path, name: str, options: dict[str, Any]) -> LoadedTarget:
+    target = load_hf(directory, **options)
     return LoadedTarget(target, codec_from_directory(directory), name)
 
 
-def _from_gguf(path: Path, name: str, dtype: Any) -> LoadedTarget:
+def _from_gguf(path: Path, name: str, options: dict[str, Any]) -> LoadedTarget:
     file = GGUFFile(path)
-    target = load_gguf(file, dtype)
+    target = load_gguf(file, **options)
     try:
         text = codec_from_gguf(file.metadata)
     except NotImplementedError as error:

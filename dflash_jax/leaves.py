@@ -1,0 +1,137 @@
+"""From tensors in files to leaves on devices, one leaf at a time.
+
+A leaf may be several tensors in a file (q, k and v) and, over a mesh, lie on several devices; each
+device's part is read from where its rows are. So a model needs its own bytes of device memory, and
+of host memory only what its largest leaf takes, and on a CPU, where both are one, little more than
+its bytes.
+"""
+
+import gc
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from dflash_jax import sharding
+from dflash_jax.progress import Progress
+
+ALL = slice(None)
+CHUNK = 32 << 20
+"""Bytes of a leaf that are read at once: what is held beside the leaf while types are changed."""
+
+Read = Callable[[str, slice, slice], np.ndarray]
+"""`read(name, rows, columns)`: that part of a tensor, in any float type (vectors: rows alone)."""
+
+
+class Part(Protocol):
+    """A tensor in a file: its shape, the dotted path of its leaf, and its first row there (in the
+    order of one device).
+    """
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def leaf(self) -> str: ...
+
+    @property
+    def start(self) -> int: ...
+
+
+def load_tree(
+    shapes: Any,
+    table: Mapping[str, Part],
+    read: Read,
+    *,
+    ready: Mapping[str, Callable[[], np.ndarray]] | None = None,
+    transform: Callable[[str, np.ndarray], np.ndarray] | None = None,
+    mesh: Mesh | None = None,
+    label: str = "loading",
+    progress: bool | None = None,
+) -> Any:
+    """The pytree of an `abstract` tree, on the device or split over a mesh.
+
+    Args:
+      shapes: shapes and dtypes of the leaves.
+      table: tensor name -> `Part`; together they fill every leaf that is not `ready`.
+      read: reads a part of a tensor.
+      ready: path -> what makes that leaf, in the layout of one device, once its turn comes.
+      transform: applied to each tensor's rows, or to a device's share of them.
+      mesh: see `sharding`. ValueError where the model does not fit it.
+      label, progress: of the bar, see `progress.Progress`.
+    """
+    if mesh is not None:
+        sharding.check(shapes, mesh)
+    parts: dict[str, list[tuple[str, Part]]] = {}
+    for name, part in sorted(table.items(), key=lambda item: item[1].start):
+        parts.setdefault(part.leaf, []).append((name, part))
+    ready = {} if ready is None else ready
+    count = 1 if mesh is None else mesh.shape[sharding.MODEL]
+    paths, leaves = sharding.named_leaves(shapes), []
+    size = sum(math.prod(shape.shape) * shape.dtype.itemsize for _, shape in paths)
+    with Progress(label, size, scale=1e9, unit="GB", show=progress) as bar:
+        for path, shape in paths:
+            if path in ready:
+                host = ready[path]().astype(shape.dtype, copy=False)
+                order = sharding.shard_order(shapes.config, path, count)
+                part_of = (host if order is None or count == 1 else host[order]).__getitem__
+            else:
+                part_of = partial(_fill, parts[path], shape, read, transform)
+            leaves.append(_place(shape, sharding.spec(path, shape), mesh, part_of))
+            part_of = host = None  # nothing on the host outlives its leaf
+            bar.add(math.prod(shape.shape) * shape.dtype.itemsize)
+    tree = jax.tree.unflatten(jax.tree.structure(shapes), leaves)
+    return tree if mesh is None else tree.replace(mesh=mesh)
+
+
+def _place(shape: Any, spec: Any, mesh: Mesh | None, part_of: Callable[..., Any]) -> jax.Array:
+    """A leaf on its devices; returns once it is there and nothing on the host is needed."""
+    if mesh is None:
+        leaf = jax.device_put(part_of((slice(None),) * len(shape.shape)))
+    else:
+        split = NamedSharding(mesh, spec)
+        leaf = jax.make_array_from_callback(shape.shape, split, part_of)
+    leaf = jax.block_until_ready(leaf)
+    gc.collect(0)  # JAX lets go of the host's arrays at the next collection, whichever it is
+    return leaf
+
+
+def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    """An uninitialised array that a CPU device can take over as it is: aligned to 64 bytes."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    room = np.empty(size + 64, np.uint8)
+    at = -room.ctypes.data % 64
+    return room[at : at + size].view(dtype).reshape(shape)
+
+
+def _fill(
+    parts: Sequence[tuple[str, Part]],
+    shape: Any,
+    read: Read,
+    transform: Callable[[str, np.ndarray], np.ndarray] | None,
+    index: tuple[slice, ...],
+) -> np.ndarray:
+    """The host array of one device's part, `index`, of a leaf that `parts` fill."""
+    first, last, _ = index[0].indices(shape.shape[0])
+    columns = index[1] if len(index) > 1 else slice(None)
+    width = [len(range(*columns.indices(n))) for n in shape.shape[1:2]]
+    out = _empty((last - first, *width, *shape.shape[2:]), shape.dtype)
+    # Rows are split evenly: this is share number `first / (last - first)` of every part.
+    shares = shape.shape[0] // max(1, last - first)
+    share, at = first // max(1, last - first), 0
+    for name, part in parts:
+        rows = part.shape[0] // shares
+        block = out[at : at + rows]
+        step = max(1, CHUNK // max(1, block[:1].nbytes))
+        for begin in range(0, rows, step):
+            end = min(begin + step, rows)
+            source = slice(share * rows + begin, share * rows + end)
+            block[begin:end] = read(name, source, columns)
+        if transform is not None:
+            block[:] = transform(name, block)
+        at += rows
+    return out

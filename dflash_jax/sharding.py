@@ -1,0 +1,262 @@
+"""Models over a mesh of devices: tensor parallelism in JAX's own SPMD.
+
+The mesh has two named axes: `model` splits heads, MLP and vocabulary, `data` splits sequences.
+Programs keep their view of whole arrays. Only the layers run shard by shard (`per_shard`): GPU
+kernels cannot be partitioned for us, and the sums over shards are then ours to place. All else,
+from the embedding's rows to softmax and argmax over split logits, the compiler partitions.
+
+A shard of a model is a smaller model of the same kind, with its share of the heads and of the MLP,
+whose `o` and `down` outputs are summed over shards. Fused rows (q, k, v and gate, up) therefore lie
+shard by shard: each shard's rows of every part, in the order that one device has. On one device
+that is the plain order; `shard` and `whole` go from one to the other, and the loaders read each
+shard's rows from where they are in a checkpoint.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+MODEL, DATA = "model", "data"
+ROWS = P(DATA)
+"""An array whose first axis is the batch."""
+SPECS = {
+    "qkv": P(MODEL),
+    "gate_up": P(MODEL),
+    "o": P(None, MODEL),
+    "down": P(None, MODEL),
+    "fc": P(None, MODEL),
+    "embedding": P(MODEL),
+    "head": P(MODEL),
+    "lm_head": P(MODEL),
+    "w2": P(MODEL),
+}
+"""How the leaves of that name are split, in drafters and targets alike. All others are whole on
+every device: norms, convolutions, the confidence head, and tables of which a round reads a few
+rows (codebooks, Markov's w1, d2t).
+"""
+
+
+_UNKNOWN = object()
+
+
+def make_mesh(model: int, data: int = 1) -> Mesh:
+    """A mesh of `data * model` of the devices there are, of all processes.
+
+    ValueError naming both numbers where they are fewer, or where a process would be left out.
+    """
+    devices = jax.devices()
+    if not 1 <= model * data <= len(devices):
+        raise ValueError(f"mesh: expected 1 to {len(devices)} devices, found {model * data}")
+    if jax.process_count() > 1 and model * data < len(devices):
+        raise ValueError(
+            f"mesh: expected all {len(devices)} devices of {jax.process_count()} processes, "
+            f"found {model * data}"
+        )
+    grid = np.array(devices[: model * data]).reshape(data, model)
+    return Mesh(grid, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """Leaves with dotted paths, e.g. ("layers.0.qkv", array)."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
+
+
+def spec(path: str, leaf: Any) -> P:
+    """How the leaf (abstract or not) of that dotted path is split; what has no columns, the scales
+    of int8 rows, is not split by columns.
+    """
+    split = SPECS.get(_name(path), P())
+    return split if len(split) <= leaf.ndim else P()
+
+
+def _name(path: str) -> str:
+    """The last part of a path; a quantised matrix's, of its values and scales alike."""
+    *_, parent, name = ["", *path.split(".")]
+    return parent if name in ("values", "scales") else name
+
+
+def specs(model: Any) -> Any:
+    """A model's tree (arrays or `abstract`) with a `PartitionSpec` for each leaf."""
+    leaves = [spec(path, leaf) for path, leaf in named_leaves(model)]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves)
+
+
+def cache_specs(state: Any) -> Any:
+    """The tree of a cache: leaves `[B, kv_heads, slots, D]` are split by heads, all by sequence."""
+    return jax.tree.map(lambda leaf: P(DATA, MODEL) if leaf.ndim == 4 else ROWS, state)
+
+
+def check(model: Any, mesh: Mesh) -> None:
+    """ValueError naming what the mesh's model axis does not divide; `model` may be `abstract`."""
+    count, config = mesh.shape[MODEL], model.config
+    sizes = {
+        name: getattr(config, name)
+        for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
+    }
+    units = {}
+    for path, leaf in named_leaves(model):
+        for axis, name in enumerate(spec(path, leaf)):
+            if name == MODEL:
+                sizes[path] = leaf.shape[axis]
+            if name == MODEL and axis == 1 and path.endswith(".scales"):
+                # q4_0 keeps neighbouring blocks in the halves of the same bytes.
+                units[path] = 2 if config.precision == "q4_0" else 1
+    for name, size in sizes.items():
+        unit = count * units.get(name, 1)
+        if size % unit:
+            raise ValueError(
+                f"{name}: expected a multiple of {unit} ({count} tensor-parallel devices), "
+                f"found {size}"
+            )
+
+
+def check_batch(mesh: Mesh | None, batch: int) -> None:
+    """ValueError where the mesh's data axis does not divide the number of sequences."""
+    count = 1 if mesh is None else mesh.shape[DATA]
+    if batch % count:
+        raise ValueError(f"batch: expected a multiple of {count} (data axis), found {batch}")
+
+
+def constrain(tree: Any, mesh: Mesh | None, tree_specs: Any) -> Any:
+    """`with_sharding_constraint` by specs (a prefix tree); on one device nothing."""
+    if mesh is None:
+        return tree
+    places = jax.tree.map(lambda s: NamedSharding(mesh, s), tree_specs)
+    return jax.lax.with_sharding_constraint(tree, places)
+
+
+def per_shard(
+    body: Callable[..., Any],
+    model: Any,
+    *args: Any,
+    in_specs: tuple[Any, ...],
+    out_specs: Any,
+    checked: bool = True,
+) -> Any:
+    """`body(shard of model, *shards of args)` on every device of the model's mesh.
+
+    The shard has its own share of the config's heads, and no mesh. `checked`: prove at trace time
+    that results that are to be the same everywhere are (a sum over shards left out is then an
+    error); the GPU kernels do not say enough for that.
+    """
+    count, config = model.mesh.shape[MODEL], model.config
+    share = dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // count,
+        num_key_value_heads=config.num_key_value_heads // count,
+        intermediate_size=config.intermediate_size // count,
+    )
+
+    def run(weights: Any, *shards: Any) -> Any:
+        return body(weights.replace(config=share, mesh=None), *shards)
+
+    mapped = jax.shard_map(
+        run,
+        mesh=model.mesh,
+        in_specs=(specs(model), *in_specs),
+        out_specs=out_specs,
+        check_vma=checked,
+    )
+    return mapped(model, *args)
+
+
+def by_vocabulary(
+    body: Callable[..., Any], mesh: Mesh | None, head: Any, hidden: jax.Array
+) -> jax.Array:
+    """Logits `body(head, hidden [..., H])`, on a mesh each device's rows of a split head."""
+    if mesh is None:
+        return body(head, hidden)
+    lead = [DATA, *[None] * (hidden.ndim - 2)]
+    rows = jax.tree.map(lambda _: P(MODEL), head)
+    return jax.shard_map(
+        body, mesh=mesh, in_specs=(rows, P(*lead)), out_specs=P(*lead, MODEL), check_vma=False
+    )(head, hidden)
+
+
+def by_sequence(
+    body: Callable[..., Any], mesh: Mesh | None, *, shared: int, rows: int
+) -> Callable[..., Any]:
+    """`body` where kernels that cannot be partitioned may run: every device has the first `shared`
+    arguments whole and its sequences of the `rows` after them; so it is with the results.
+    """
+    if mesh is None:
+        return body
+    split = (P(),) * shared + (ROWS,) * rows
+    return jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=ROWS, check_vma=False)
+
+
+def shard(model: Any, mesh: Mesh) -> Any:
+    """A model of one device, split over a mesh. ValueError where it does not fit (`check`)."""
+    own = getattr(model, "mesh", _UNKNOWN)
+    if own is _UNKNOWN:
+        kind = type(model).__name__
+        raise NotImplementedError(f"mesh: expected a DenseTarget and a DFlashDraft, found a {kind}")
+    if own == mesh:
+        return model
+    if own is not None:
+        raise ValueError(f"mesh: expected the model's own {_shape(own)}, found {_shape(mesh)}")
+    check(model, mesh)
+    count = mesh.shape[MODEL]
+
+    def place(path: str, leaf: Any) -> jax.Array:
+        order = shard_order(model.config, path, count)
+        leaf = leaf if order is None else leaf[order]
+        return jax.device_put(leaf, NamedSharding(mesh, spec(path, leaf)))
+
+    leaves = [place(path, leaf) for path, leaf in named_leaves(model)]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves).replace(mesh=mesh)
+
+
+def shard_pair(target: Any, draft: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+    """Target and drafter on a mesh, or as they are where it is None; `draft` may be None."""
+    if mesh is not None:
+        target, draft = shard(target, mesh), None if draft is None else shard(draft, mesh)
+    return target, draft
+
+
+def check_pair(target: Any, draft: Any) -> None:
+    """ValueError where target and drafter (or None) are not on the same devices."""
+    own = getattr(target, "mesh", None)
+    if draft is not None and draft.mesh != own:
+        raise ValueError(
+            f"draft: expected it on the target's mesh {_shape(own)}, found {_shape(draft.mesh)}"
+        )
+
+
+def _shape(mesh: Mesh | None) -> str:
+    return "(one device)" if mesh is None else str(dict(mesh.shape))
+
+
+def whole(model: Any) -> Any:
+    """The inverse of `shard`: leaves on the host, fused rows in the order of one device."""
+    if model.mesh is None:
+        return model
+    count = model.mesh.shape[MODEL]
+
+    def gather(path: str, leaf: jax.Array) -> np.ndarray:
+        order, host = shard_order(model.config, path, count), np.asarray(leaf)
+        return host if order is None else host[np.argsort(order)]
+
+    leaves = [gather(path, leaf) for path, leaf in named_leaves(model)]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves).replace(mesh=None)
+
+
+def shard_order(config: Any, path: str, count: int) -> np.ndarray | None:
+    """Which row of one device's layout each row of a fused leaf of `count` shards is; None for
+    leaves that are not fused.
+    """
+    parts = {
+        "qkv": (config.q_size, config.kv_size, config.kv_size),
+        "gate_up": (config.intermediate_size, config.intermediate_size),
+    }.get(_name(path))
+    if parts is None:
+        return None
+    starts = np.cumsum([0, *parts[:-1]])
+    rows = [np.arange(size).reshape(count, -1) + at for size, at in zip(parts, starts, strict=True)]
+    return np.concatenate(rows, axis=1).reshape(-1)
