@@ -1,7 +1,8 @@
-"""Strict dtype promotion for the whole suite, the scripts' directory on the path, and a clean
-compiler between modules.
+"""Strict dtype promotion for the whole suite, the scripts' directory on the path, quick compilation,
+and a clean compiler between modules.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +15,20 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 jax.config.update("jax_num_cpu_devices", 8)
 # A silent int -> float or f32 -> f64 promotion is a bug; say every cast.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# Most of the suite's time is XLA compiling small programs that run a few times. Half of that is the
+# MLIR fusion emitters of jax 0.10 (an unknown flag, so fatal, in later ones), and LLVM's optimisation
+# (below). XLA's own passes, fusion, donation and aliasing among them, stay as users have them. The
+# variable is read when the backend starts, and by subprocesses.
+if jax.__version_info__ < (0, 11):
+    flags = os.environ.get("XLA_FLAGS", "")
+    os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"
+
+
+def pytest_runtest_setup(item):
+    """LLVM optimises only what runs longer than it compiles: tests marked `runs_long`."""
+    long = item.get_closest_marker("runs_long") is not None
+    jax.config.update("jax_disable_most_optimizations", not long)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -18,6 +18,7 @@ from table_law import V, drafter, next_law, table_target
 from dflash_jax import SpecSession, markov, round, sampling, verify
 from dflash_jax.sampling import SamplingParams
 
+pytestmark = pytest.mark.runs_long
 LENGTH = 4
 PROMPT = [3, 1, 0]
 BATCH = 25_000

@@ -359,6 +359,7 @@ def test_nothing_is_written_past_the_capacity():
 # --- a long run --------------------------------------------------------------------------------
 
 
+@pytest.mark.runs_long
 def test_twenty_thousand_rounds():
     """No counter outgrows its table, nothing turns NaN (a fault would raise), memory stays flat."""
     target = tiny_target(
