@@ -1,5 +1,5 @@
-"""Strict dtype promotion for the whole suite, the scripts' directory on the path, quick compilation,
-and a clean compiler between modules.
+"""Strict dtype promotion for the whole suite, the scripts' directory on the path, and a compiler
+that is quick, and clean between modules.
 """
 
 import os
@@ -16,10 +16,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # A silent int -> float or f32 -> f64 promotion is a bug; say every cast.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# Most of the suite's time is XLA compiling small programs that run a few times. Half of that is the
-# MLIR fusion emitters of jax 0.10 (an unknown flag, so fatal, in later ones), and LLVM's optimisation
-# (below). XLA's own passes, fusion, donation and aliasing among them, stay as users have them. The
-# variable is read when the backend starts, and by subprocesses.
+# Most of the suite's time is XLA compiling small programs that run a few times, and half of that is
+# LLVM's optimisation (below) and jax 0.10's MLIR fusion emitters (later an unknown flag, so fatal).
+# XLA's own passes, fusion, donation and aliasing among them, stay as users have them. The variable
+# is read when the backend starts, and by subprocesses.
 if jax.__version_info__ < (0, 11):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"

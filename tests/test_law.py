@@ -18,7 +18,6 @@ from table_law import V, drafter, next_law, table_target
 from dflash_jax import SpecSession, markov, round, sampling, verify
 from dflash_jax.sampling import SamplingParams
 
-pytestmark = pytest.mark.runs_long
 LENGTH = 4
 PROMPT = [3, 1, 0]
 BATCH = 25_000
@@ -138,6 +137,7 @@ def assert_lawful(draft, which=MIXED, **options):
     return session
 
 
+@pytest.mark.runs_long
 @pytest.mark.parametrize(
     ("form", "kind"),
     [(form, kind) for form in FORMS for kind in ("right", "wrong", "random")
@@ -152,10 +152,12 @@ def test_tokens_follow_the_targets_law(form, kind):
     assert (len(widths) > 1) == (family == "dspark")  # its confidences size the window
 
 
+@pytest.mark.runs_long
 def test_plain_decoding_follows_the_same_law():
     assert_lawful(None)
 
 
+@pytest.mark.runs_long
 @pytest.mark.parametrize("family", ["dspark", "dflash2"])
 def test_one_draft_a_round_follows_the_law(family):
     """Draft, accept, residual and bonus draws meet at one position."""
