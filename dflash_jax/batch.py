@@ -29,7 +29,7 @@ from dflash_jax.options import (
     token_ids_of,
 )
 from dflash_jax.round import DecodeState
-from dflash_jax.sampling import SamplingParams
+from dflash_jax.sampling import Kind, SamplingParams, kinds_of
 from dflash_jax.session import GREEDY, Generation, books, check_faults, generation_of
 from dflash_jax.targets import Target
 from dflash_jax.window import Meter
@@ -69,8 +69,7 @@ def serve(
     Args:
       target, draft: as in `session.generate`.
       requests: a list, or an iterator that is asked for one whenever a slot is free. An iterator
-        cannot be looked through beforehand: say `capacity`, and which kinds of requests may come
-        (`sampled`, `penalised`, `biased`).
+        cannot be looked through beforehand: say `capacity`, and which `kinds` of sampling may come.
       **options: those of `Slots`.
 
     ValueError names a request that cannot be honoured; of a list, before anything runs.
@@ -119,9 +118,7 @@ def _needs(target: Target, requests: Sequence[Request]) -> dict[str, Any]:
     rows = max(len(r.ids) + r.max_new_tokens - 1 for r in requests)
     return {
         "capacity": default_capacity(rows, target.max_positions),
-        "sampled": any(not r.sampling.greedy for r in requests),
-        "penalised": any(r.sampling.penalised for r in requests),
-        "biased": any(bool(r.sampling.logit_bias) for r in requests),
+        "kinds": kinds_of(r.sampling for r in requests),
         "stops": max(STOPS, *(len(r.stop_token_ids or target.stop_token_ids) for r in requests)),
     }
 
@@ -132,8 +129,8 @@ class Slots:
     Args:
       target, draft: as in `session.generate`.
       capacity: rows that a request may hold, prompt and output.
-      sampled, penalised, biased: the kinds of requests that may come. They are parts of the
-        compiled programs, so that nothing is compiled again as requests come and go.
+      kinds: of sampling that may come, of `sampling.Kind` (none: greedy requests only). They are
+        parts of the compiled programs: nothing is compiled again as requests come and go.
       stops: most stop ids of a request.
       **options: of `options.round_plan` (block_size, verify_width, harvest, policy, widths, costs,
         row_draws, logprobs, implementation), as in `session.SpecSession`.
@@ -149,22 +146,21 @@ class Slots:
         slots: int,
         *,
         capacity: int,
-        sampled: bool = False,
-        penalised: bool = False,
-        biased: bool = False,
+        kinds: Iterable[Kind] = (),
         stops: int = STOPS,
         **options: Any,
     ):
         capacity = between("capacity", capacity, 1, target.max_positions)
+        self.kinds = kinds_of((), kinds)
+        sampled = "sampled" in self.kinds
         self.plan = round_plan(target, draft, capacity=capacity, sampled=sampled, **options)
         self.target, self.draft = target, draft
         self.slots, self._stops = between("slots", slots, 1, 1 << 16), stops
-        self._kinds = {"penalised": penalised, "biased": biased}
         self._meter = None
         if self.plan.policy.kind == "cost":
             given = options.get("costs")
             self.costs = given or cost.measure_costs(
-                target, draft, self.plan, self.slots, capacity // 2
+                target, draft, self.plan, self.slots, capacity // 2, self.kinds
             )
             self._meter = cost.table(self.costs, 1)
         self._state: tuple[DecodeState, jax.Array] | None = None
@@ -191,12 +187,9 @@ class Slots:
                 raise ValueError(
                     f"stop_token_ids: expected at most {self._stops} (stops), found {len(stops)}"
                 )
-            params = request.sampling
-            kinds = {"sampled": self.plan.sampled} | self._kinds
-            wanted = (not params.greedy, params.penalised, bool(params.logit_bias))
-            for (kind, possible), needed in zip(kinds.items(), wanted, strict=True):
-                if needed and not possible:
-                    raise ValueError(f"sampling: expected slots with {kind}=True, found False")
+            if not request.sampling.kinds <= self.kinds:
+                missing = ", ".join(sorted(request.sampling.kinds - self.kinds))
+                raise ValueError(f"sampling: expected slots of these kinds, found none: {missing}")
         except ValueError as error:
             raise ValueError(f"request {number}: {error}") from None
         return ids, stops
@@ -216,7 +209,7 @@ class Slots:
         )
         table = stop_table([stops], self._stops)
         sampler, history = loop.sampling_state(
-            self.target, plan, [request.sampling], [ids], **self._kinds
+            self.target, plan, [request.sampling], [ids], self.kinds
         )
         row = loop.start(
             self.target,

@@ -5,7 +5,7 @@ SpecSession(target, draft, policy=DSparkVtPolicy("cost"), costs=costs)
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from dflash_jax import loop
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import ALL_ROUNDS, stop_table
 from dflash_jax.round import DecodeState, RoundPlan
-from dflash_jax.sampling import SamplingParams
+from dflash_jax.sampling import Kind, SamplingParams
 from dflash_jax.targets import Target
 from dflash_jax.window import Meter
 
@@ -34,6 +34,7 @@ def measure_costs(
     plan: RoundPlan,
     batch: int,
     context: int,
+    kinds: Iterable[Kind] = (),
     decode: Callable[..., DecodeState] = loop.decode,
 ) -> dict[int, float]:
     """Seconds of a round of `batch` sequences at each of the plan's widths, draft and all.
@@ -41,15 +42,19 @@ def measure_costs(
     The compiled loop itself is timed, over made-up prompts of `context` tokens (fewer where the
     capacity is too small): a round of one width is what it chooses where all others cost the earth.
     Nothing is accepted, so that a round is a row. A long run less a short one leaves the launch
-    out; the best of several counts. decode: the loop to time, of `loop.decode`'s arguments.
+    out; the best of several counts.
+
+    kinds: of sampling that the program is made for, see `sampling.make_sampler`. decode: the loop
+    to time, of `loop.decode`'s arguments.
     ValueError where the capacity is too small to measure on.
     """
     stops = stop_table([()] * batch)
-    needed = 2 + REPEATS * (2 + ROUNDS)
+    kinds, needed = tuple(kinds), 2 + REPEATS * (2 + ROUNDS)
     if plan.capacity < needed:
         raise ValueError(
             f"capacity: expected at least {needed} rows to measure costs on, found {plan.capacity}"
         )
+    context = min(context, plan.capacity - needed + 1)
 
     def run(state: DecodeState, rounds: int) -> tuple[DecodeState, float]:
         began = time.perf_counter()
@@ -59,7 +64,7 @@ def measure_costs(
 
     costs = {}
     for index, width in enumerate(plan.widths):
-        state = _made_up(target, draft, plan, batch, min(context, plan.capacity - needed + 1))
+        state = _made_up(target, draft, plan, batch, context, kinds)
         only = jnp.full((batch, len(plan.widths)), jnp.inf).at[:, index].set(1)
         state, _ = run(state.replace(meter=Meter.of(only)), 1)
         times = []
@@ -75,16 +80,19 @@ def measure_costs(
 
 
 def _made_up(
-    target: Target, draft: DFlashDraft, plan: RoundPlan, batch: int, context: int
+    target: Target,
+    draft: DFlashDraft,
+    plan: RoundPlan,
+    batch: int,
+    context: int,
+    kinds: Iterable[Kind],
 ) -> DecodeState:
     """`batch` sequences behind a prompt of zeros, accepting nothing, without end."""
     caches = loop.empty_caches(target, draft, 1, plan.capacity)
     ids = [0] * context
     caches = loop.prefill(target, draft, caches, [ids], [0], plan.capacity, plan.implementation)
-    temperature = 1.0 if plan.sampled else 0.0
-    sampler, history = loop.sampling_state(
-        target, plan, [SamplingParams(temperature=temperature)], [ids]
-    )
+    params = SamplingParams(temperature=1.0 if plan.sampled else 0.0)
+    sampler, history = loop.sampling_state(target, plan, [params], [ids], kinds)
     stops = stop_table([()])
     row = loop.start(
         target,

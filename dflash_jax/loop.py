@@ -1,6 +1,6 @@
 """The compiled programs: prompt chunks, the start of a generation, and the loop over rounds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,14 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV
 from dflash_jax.propose import first_fault
 from dflash_jax.round import DecodeState, RoundPlan, spec_round
-from dflash_jax.sampling import Sampler, SamplingParams, make_sampler, shaped_logits
+from dflash_jax.sampling import (
+    Kind,
+    Sampler,
+    SamplingParams,
+    kinds_of,
+    make_sampler,
+    shaped_logits,
+)
 from dflash_jax.targets import Target
 from dflash_jax.verify import decide_sampled
 from dflash_jax.window import Meter
@@ -170,20 +177,17 @@ def sampling_state(
     plan: RoundPlan,
     params: Sequence[SamplingParams],
     contexts: Sequence[Sequence[int]],
-    penalised: bool = False,
-    biased: bool = False,
+    kinds: Iterable[Kind] = (),
 ) -> tuple[Sampler | None, jax.Array | None]:
-    """The device form of the requests' sampling, and their history where penalties need it.
-
-    penalised, biased: make room for penalties and biases even where no request has any.
+    """The device form of the requests' sampling, None where all are plainly greedy, and their
+    history where penalties need it. kinds: see `make_sampler`.
     """
-    penalised = penalised or any(p.penalised for p in params)
-    biased = biased or any(p.logit_bias for p in params)
-    if not (plan.sampled or penalised or biased):
+    kinds = kinds_of(params, kinds)
+    if not kinds & {"sampled", "penalised", "biased"}:
         return None, None
     row = jax.eval_shape(lambda t: t.logits(t.embed(jnp.zeros((1, 1), jnp.int32))), target)
-    sampler = make_sampler(params, target.vocab_size, row.shape[-1], penalised, biased)
-    if not penalised:
+    sampler = make_sampler(params, target.vocab_size, row.shape[-1], kinds)
+    if "penalised" not in kinds:
         return sampler, None
     history = np.zeros((len(params), plan.capacity + 1 + plan.verify_width), np.int32)
     for b, context in enumerate(contexts):

@@ -6,9 +6,9 @@ Everything here is for one sequence; batches are vmapped.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,8 @@ DIGIT = 4
 """Bits of a float that one step of `leading` settles."""
 EVENTS = ("draft", "accept", "residual", "bonus")
 Event = Literal["draft", "accept", "residual", "bonus"]
+Kind = Literal["sampled", "top_k", "top_p", "min_p", "penalised", "biased"]
+"""Parts of a compiled program that a request may need; left out where none does."""
 LARGEST = 1e20
 """Bound of every number of a request: within it no f32 sum or quotient of logits overflows, and
 no temperature lifts the entries that may never be chosen."""
@@ -266,6 +268,29 @@ class SamplingParams:
         off = (self.repeat_penalty, self.frequency_penalty, self.presence_penalty) == (1, 0, 0)
         return self.penalty_last_n != 0 and not off
 
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """What a program must be able to do for this request."""
+        asked: dict[Kind, bool] = {
+            "sampled": not self.greedy,
+            "top_k": self.top_k > 0,
+            "top_p": self.top_p < 1,
+            "min_p": self.min_p > 0,
+            "penalised": self.penalised,
+            "biased": bool(self.logit_bias),
+        }
+        return frozenset(kind for kind, wanted in asked.items() if wanted)
+
+
+def kinds_of(params: Iterable[SamplingParams], more: Iterable[Kind] = ()) -> frozenset[Kind]:
+    """The kinds of all requests together, and `more`; ValueError for one that does not exist."""
+    unknown = set(more) - set(get_args(Kind))
+    if unknown:
+        raise ValueError(
+            f"kinds: expected some of {', '.join(get_args(Kind))}, found {sorted(unknown)}"
+        )
+    return frozenset(more).union(*(p.kinds for p in params))
+
 
 @struct.dataclass
 class Sampler:
@@ -290,19 +315,19 @@ def make_sampler(
     params: Sequence[SamplingParams],
     vocab_size: int,
     rows: int,
-    penalised: bool = False,
-    biased: bool = False,
+    kinds: Iterable[Kind] = (),
 ) -> Sampler:
     """The device form of `params`, one a sequence; `rows` is the width of the target's logits.
 
-    penalised, biased: make room for penalties and biases even where no sequence has any.
+    kinds: what to make room for beyond what the sequences themselves need.
     """
+    kinds = kinds_of(params, kinds)
 
     def column(name: str, dtype: Any = np.float32) -> jax.Array:
         return jnp.asarray(np.array([getattr(p, name) for p in params], dtype))
 
     bias = penalties = None
-    if biased or any(p.logit_bias for p in params):
+    if "biased" in kinds:
         table = np.zeros((len(params), rows), np.float32)
         for b, p in enumerate(params):
             for token, value in p.logit_bias.items():
@@ -316,7 +341,7 @@ def make_sampler(
                 f"logit_bias: expected a token that may be chosen, found all {vocab_size} forbidden"
             )
         bias = jnp.asarray(table)
-    if penalised or any(p.penalised for p in params):
+    if "penalised" in kinds:
         penalties = Penalties(
             repeat=column("repeat_penalty"),
             frequency=column("frequency_penalty"),
@@ -324,12 +349,12 @@ def make_sampler(
             last_n=column("penalty_last_n", np.int32),
         )
     filters = Filters(column("temperature"))
-    if any(p.top_k for p in params):
+    if "top_k" in kinds:
         filters = filters.replace(top_k=column("top_k", np.int32))
-    if any(p.top_p < 1 for p in params):
+    if "top_p" in kinds:
         # A top-p that rounds to 0 would keep no token at all.
         filters = filters.replace(top_p=jnp.maximum(column("top_p"), jnp.finfo(jnp.float32).tiny))
-    if any(p.min_p for p in params):
+    if "min_p" in kinds:
         filters = filters.replace(min_p=column("min_p"))
     seed, sequence = column("seed", np.uint32), column("sequence", np.uint32)
     return Sampler(filters, penalties, bias, seed, sequence)

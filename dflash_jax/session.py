@@ -34,7 +34,7 @@ from dflash_jax.options import (
 from dflash_jax.plan import MemoryPlan, plan_memory
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import DecodeState, RoundPlan
-from dflash_jax.sampling import SamplingParams
+from dflash_jax.sampling import SamplingParams, kinds_of
 from dflash_jax.targets import Target
 from dflash_jax.window import DSparkVtPolicy, Meter
 
@@ -428,9 +428,9 @@ class SpecSession:
         self._context = [[] for _ in rows]
         if self.plan.policy.kind == "cost":
             # Before the caches, too: measuring takes as much memory as they do.
-            longest = max(map(len, rows))
+            longest, kinds = max(map(len, rows)), kinds_of(self._params(len(rows)))
             self.costs = self._given_costs or cost.measure_costs(
-                self.target, self.draft, self.plan, len(rows), longest
+                self.target, self.draft, self.plan, len(rows), longest, kinds
             )
         return rows, budget
 

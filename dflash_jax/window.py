@@ -14,12 +14,12 @@ from flax import struct
 
 PolicyKind = Literal["fixed", "ladder", "confidence", "confidence-slot", "cost"]
 
-OPTIMISM, PRIOR = 0.8, 4.0
+OPTIMISM, PRIOR = 0.8, 3.0
 """What `cost` takes a drafter for before it has seen it: this share of drafts accepted, with the
 weight of so many drafts."""
-FADE, IDLE_FADE = 0.9, 0.985
+FADE, IDLE_FADE = 0.95, 0.99
 """What a round leaves of older evidence. A plain round has none of its own, so that a drafter that
-was turned off is tried again as the old evidence fades, some hundred rounds later."""
+was turned off is tried again as the old evidence fades: the sooner, the less a trial costs."""
 
 
 @dataclasses.dataclass(frozen=True)

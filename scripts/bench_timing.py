@@ -124,7 +124,7 @@ def _compile_whole(work: Workload, name: str, iterations: int) -> Program:
         policy = DSparkVtPolicy("cost")
         widths = default_widths(policy, plan.verify_width)
         plan = dataclasses.replace(plan, policy=policy, widths=widths)
-        costs = measure_costs(work.target, draft, plan, work.batch, work.context, run)
+        costs = measure_costs(work.target, draft, plan, work.batch, work.context, decode=run)
         state = state.replace(meter=Meter.of(table(costs, work.batch)))
 
     def decode(state: Any, n: int) -> Any:

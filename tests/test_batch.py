@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import re
 from collections.abc import Sequence
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -24,11 +25,12 @@ from targets import (
 from test_loop import compilations
 
 from dflash_jax import Request, SamplingParams, Slots, generate, loop, serve, stream
+from dflash_jax.sampling import Kind
 from dflash_jax.window import DSparkVtPolicy
 
 TEXT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
 FOLLOWS = [(5 * token + 3) % 16 for token in range(16)]
-KINDS = {"capacity": 64, "sampled": True}
+KINDS = {"capacity": 64, "kinds": ("sampled", "top_k", "top_p", "min_p")}
 
 
 def table(**options):
@@ -133,7 +135,7 @@ def agree_with_solo_runs(pair, requests, **options):
     assert together == [outcome(alone(*pair, r, **options)) for r in requests]
 
 
-@settings(max_examples=6, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True, database=None)
 @given(st.lists(any_request(penalties=False), min_size=2, max_size=7))
 def test_sampled_and_greedy_requests_get_what_they_get_alone(requests):
     agree_with_solo_runs(one_layer_pair(), requests)
@@ -142,10 +144,10 @@ def test_sampled_and_greedy_requests_get_what_they_get_alone(requests):
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_so_do_those_of_every_family_and_with_penalties(family):
-    @settings(max_examples=10, deadline=None, derandomize=True)
+    @settings(max_examples=10, deadline=None, derandomize=True, database=None)
     @given(st.lists(any_request(penalties=True), min_size=2, max_size=7))
     def check(requests):
-        agree_with_solo_runs(trained(family), requests, penalised=True)
+        agree_with_solo_runs(trained(family), requests, kinds=get_args(Kind))
 
     check()
 
@@ -281,7 +283,7 @@ def test_what_a_sampled_row_draws_does_not_depend_on_its_neighbours():
     target, draft = table()
     options = {
         "capacity": 256,
-        "sampled": True,
+        "kinds": ["sampled"],
         "policy": DSparkVtPolicy("cost"),
         "costs": {1: 1.0, 4: 1.9},
     }
@@ -308,11 +310,11 @@ def test_what_a_sampled_row_draws_does_not_depend_on_its_neighbours():
         (Request([1], -1), "request 1: max_new_tokens: expected a positive integer, found -1"),
         (
             Request([1], sampling=SamplingParams(temperature=1.0)),
-            "request 1: sampling: expected slots with sampled=True, found False",
+            "request 1: sampling: expected slots of these kinds, found none: sampled",
         ),
         (
             Request([1], sampling=SamplingParams(logit_bias={1: 2.0})),
-            "request 1: sampling: expected slots with biased=True, found False",
+            "request 1: sampling: expected slots of these kinds, found none: biased",
         ),
         (
             Request([1], stop_token_ids=range(9)),
@@ -321,7 +323,7 @@ def test_what_a_sampled_row_draws_does_not_depend_on_its_neighbours():
     ],
 )
 def test_a_request_that_cannot_be_honoured_is_named_before_anything_runs(request_, message):
-    options = {"capacity": 64, "sampled": False, "biased": False, "stops": 8}
+    options = {"capacity": 64, "kinds": (), "stops": 8}
     target, draft = table()
     with pytest.raises(ValueError, match=message):
         next(serve(target, draft, Listed([Request([1]), request_]), 2, **options))
@@ -345,6 +347,7 @@ def test_what_else_is_refused(tiny):
     for requests, options, message in (
         ([], {}, "requests: expected at least one, found none"),
         (iter([Request([1])]), {}, "capacity: expected rows a sequence for an iterator"),
+        (iter([]), {"capacity": 64, "kinds": ["top"]}, "kinds: expected some of sampled, top_k"),
         ([Request([1])], {"slots": 0}, r"slots: expected 1\.\.65536, found 0"),
     ):
         with pytest.raises(ValueError, match=message):
