@@ -149,7 +149,7 @@ SLOW = pytest.mark.slow
         pytest.param("dspark", 4, 400, GREEDY, marks=SLOW),
         pytest.param("dflash2", 4, 400, GREEDY, marks=SLOW),
         pytest.param("dflash", 24, 1000, GREEDY, marks=SLOW),  # in tiles of keys
-        pytest.param("dflash2", 1, 400, SamplingParams(temperature=1.0), marks=SLOW),
+        pytest.param("dflash2", 4, 400, SamplingParams(temperature=1.0), marks=SLOW),
     ],
 )
 def test_estimates_are_within_5_percent_on_the_tiny_models(family, batch, context, sampling):
