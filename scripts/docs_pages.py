@@ -186,7 +186,8 @@ def prose(docstring: str) -> list[str]:
     for paragraph in re.split(r"\n\s*\n", docstring):
         rows = paragraph.split("\n")
         if rows[0].lstrip().startswith(">>>"):
-            lines += ["```python", *textwrap.dedent(paragraph).split("\n"), "```", ""]
+            example = re.sub(r" *# doctest: .*", "", textwrap.dedent(paragraph))
+            lines += ["```python", example, "```", ""]
         elif paragraph.startswith("    "):
             lines += [*rows, ""]
         else:
