@@ -19,7 +19,8 @@ LIMIT = 600
 def run(notebook, quick=True):
     """The notebook executed, its stored outputs replaced; `quick`: compiled with little effort."""
     folder = {"metadata": {"path": str(NOTEBOOKS[0].parent)}}
-    client = nbclient.NotebookClient(notebook, LIMIT, kernel_name="python3", resources=folder)
+    options = {"timeout": LIMIT, "kernel_name": "python3", "resources": folder}
+    client = nbclient.NotebookClient(notebook, **options)
     # Pictures go into the notebook, whatever backend the shell asks matplotlib for.
     env = {name: value for name, value in os.environ.items() if name != "MPLBACKEND"}
     quickly = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"} if quick else {}
