@@ -74,7 +74,9 @@ def append_and_attend(
     """
     rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
-    if kernels.resolve(implementation, _refusal(dim, qkv.dtype)) == "pallas":
+    # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less.
+    best = "xla" if causal and dim < 128 and rows > 1 else "pallas"
+    if kernels.resolve(implementation, _refusal(dim, qkv.dtype), best) == "pallas":
         kernel = kernels.kernel("attention")
         if rows * (heads // kv_heads) <= kernel.MAX_ROWS:
             return kernel.append_and_attend(

@@ -3,9 +3,12 @@
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from dflash_jax import kernels
+from dflash_jax.attention import BlockPlace, append_and_attend
+from dflash_jax.kv import ABSENT
 
 
 class Device:
@@ -39,6 +42,39 @@ def test_on_a_gpu_the_kernel_runs_where_it_can(on_gpu):
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match=r"implementation: expected 'xla', .* found 'cuda'"):
         kernels.resolve("cuda")
+
+
+@pytest.mark.parametrize(
+    ("rows", "dim", "causal", "expected"),
+    [
+        (12, 64, True, 0),
+        (1, 64, True, 1),
+        (12, 64, False, 1),
+        (12, 128, True, 1),
+        (64, 128, True, 0),
+    ],
+)
+def test_attention_left_to_choose_takes_what_was_measured_faster(
+    on_gpu, monkeypatch, rows, dim, causal, expected
+):
+    """Narrow causal blocks and wide ones are XLA's."""
+    kernel, calls = kernels.kernel("attention"), []
+
+    def run(qkv, norms, eps, place, k, v, **kind):
+        calls.append(kind)
+        return qkv[..., : 4 * dim], k, v
+
+    monkeypatch.setattr(kernel, "append_and_attend", run)
+    slots, at = 128, jnp.zeros((1,), jnp.int32)
+    angles, pos = jnp.zeros((1, rows, dim // 2)), jnp.arange(rows)[None]
+    k_pos = jnp.where(jnp.arange(slots) < rows, jnp.arange(slots), ABSENT)[None]
+    place = BlockPlace(jnp.cos(angles), jnp.sin(angles), pos, k_pos, at, at)
+    cache = jnp.zeros((1, 1, slots, dim))
+    out, *_ = append_and_attend(
+        jnp.ones((1, rows, 6 * dim)), None, 1e-6, place, cache, cache, causal=causal, window=None
+    )
+    assert out.shape == (1, rows, 4 * dim)
+    assert len(calls) == expected
 
 
 @pytest.mark.parametrize("capability", ["8.0", "9.0", "10.0"])
