@@ -195,7 +195,9 @@ def test_top_k_and_argmax_over_a_split_vocabulary_are_the_very_same(devices):
 
 
 def test_a_sum_over_shards_left_out_is_an_error_before_anything_runs(monkeypatch):
-    monkeypatch.setattr("dflash_jax.draft.row_linear", lambda x, weight, axis: linear(x, weight))
+    monkeypatch.setattr(
+        "dflash_jax.draft.row_linear", lambda x, weight, *_, **__: linear(x, weight)
+    )
     target, draft = split("dflash", 2)
     taps = jnp.zeros((1, 9, draft.config.tap_size))
     with pytest.raises(ValueError, match="replicat"):

@@ -209,7 +209,7 @@ def _layers(
             )
             x = x + row_linear(attended, layer.o, axis)
             h = rms_norm(x, layer.post_norm, eps)
-            x = x + swiglu(h, layer.gate_up, layer.down, axis)
+            x = x + swiglu(h, layer.gate_up, layer.down, axis=axis)
             tapped[i] = x
     hidden = rms_norm(x, target.norm, eps)
     # transformers' hidden_states hold the last layer's output after the final norm.
