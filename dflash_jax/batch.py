@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import cost, loop
+from dflash_jax import cost, hosted, loop
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import (
     STOPS,
@@ -151,6 +151,7 @@ class Slots:
         **options: Any,
     ):
         capacity = between("capacity", capacity, 1, target.max_positions)
+        hosted.refuse_hosted(target, "batches that requests join")
         self.kinds = kinds_of((), kinds)
         sampled = "sampled" in self.kinds
         self.plan = round_plan(target, draft, capacity=capacity, sampled=sampled, **options)

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from dflash_jax import loop
+from dflash_jax import hosted, loop
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.session import Generation, generate
-from dflash_jax.targets import Target
+from dflash_jax.targets import AnyTarget
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Comparison:
 
 
 def compare(
-    target: Target,
+    target: AnyTarget,
     draft: DFlashDraft,
     prompt: Sequence[int],
     max_new_tokens: int = 128,
@@ -86,7 +86,7 @@ def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def first_difference(
-    target: Target, prompt: Sequence[int], ours: Generation, theirs: Generation
+    target: AnyTarget, prompt: Sequence[int], ours: Generation, theirs: Generation
 ) -> Difference | None:
     """The first token in which two generations of one prompt differ, or None."""
     a, b = ours.token_ids, theirs.token_ids
@@ -103,10 +103,11 @@ def first_difference(
     )
 
 
-def top2_gap(target: Target, context: Sequence[int]) -> float:
+def top2_gap(target: AnyTarget, context: Sequence[int]) -> float:
     """The target's best logit minus its second best, after `context`."""
     capacity = -(-len(context) // loop.CHUNKS[-1]) * loop.CHUNKS[-1]
-    caches = loop.empty_caches(target, None, 1, capacity)
-    caches = loop.prefill(target, None, caches, [context], [0], capacity)
-    best = jax.lax.top_k(target.logits(caches.last), 2)[0]
+    driver = hosted.driver(target)
+    caches = driver.empty_caches(target, None, 1, capacity)
+    caches = driver.prefill(target, None, caches, [context], [0], capacity)
+    best = jax.lax.top_k(driver.last_logits(target, caches), 2)[0]
     return float(jnp.abs(best[0, 0] - best[0, 1]))

@@ -33,6 +33,10 @@ LONG_CHUNK, LONG_PROMPT, LONG_ROWS = 1024, 4096, 2048
 together are no more than LONG_ROWS."""
 
 
+WARM_ROUNDS = 0
+"""Rounds to decode for the programs of a round to be compiled."""
+
+
 class Caches(NamedTuple):
     """Both sides' rows between programs.
 
@@ -53,12 +57,21 @@ def empty_caches(target: Target, draft: DFlashDraft | None, batch: int, capacity
     """Caches for `capacity` rows a sequence and the padding of a prompt's last chunk."""
     slack = CHUNKS[0] if draft is None else max(CHUNKS[0], draft.config.block_size + 1)
     state = target.init_state(batch, capacity + slack)
-    last = jnp.zeros_like(target.embed(jnp.zeros((batch, 1), jnp.int32))[:, 0])
     kv = None
     if draft is not None:
         room = {"overhang": slack, "mesh": draft.mesh}
         kv = cache.allocate(draft.config, batch, capacity, draft.dtype, **room)
-    return Caches(state, kv, last)
+    return Caches(state, kv, no_last(target, batch))
+
+
+def no_last(target: Target, batch: int) -> jax.Array:
+    """`Caches.last` before there is a latest token."""
+    return jnp.zeros_like(target.embed(jnp.zeros((batch, 1), jnp.int32))[:, 0])
+
+
+def last_logits(target: Target, caches: Caches) -> jax.Array:
+    """The target's logits after each sequence's latest token, `[B, V]`."""
+    return target.logits(caches.last)
 
 
 def prefill(
@@ -83,12 +96,7 @@ def prefill(
     """
     longest, fed = max(len(row) for row in rows), 0
     for width in chunk_widths([len(row) for row in rows], lengths, capacity, chunk):
-        pieces = [row[fed : fed + width] for row in rows]
-        ids = np.zeros((len(rows), width), np.int32)
-        for b, piece in enumerate(pieces):
-            ids[b, : len(piece)] = piece
-        count = np.array([len(piece) for piece in pieces], np.int32)
-        tokens = jnp.asarray(ids), jnp.asarray(count)
+        tokens = map(jnp.asarray, piece(rows, fed, width))
         caches = prefill_chunk(target, draft, caches, *tokens, implementation=implementation)
         if tick is not None:
             jax.block_until_ready(caches.last)
@@ -128,6 +136,15 @@ def chunk_widths(
         widths.append(chunk_width(longest - fed, capacity + CHUNKS[0] - held, chunk))
         fed += widths[-1]
     return widths
+
+
+def piece(rows: Sequence[Sequence[int]], fed: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens `fed ..` of each row as ids `[B, width]`, zeros behind, and how many count `[B]`."""
+    pieces = [row[fed : fed + width] for row in rows]
+    ids = np.zeros((len(rows), width), np.int32)
+    for b, tokens in enumerate(pieces):
+        ids[b, : len(tokens)] = tokens
+    return ids, np.array([len(tokens) for tokens in pieces], np.int32)
 
 
 def widest_chunk(batch: int, longest: int) -> int:

@@ -15,7 +15,7 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import RoundPlan
 from dflash_jax.sampling import SamplingParams
-from dflash_jax.targets import Target
+from dflash_jax.targets import AnyTarget, HostedTarget, Target
 from dflash_jax.window import DSparkVtPolicy, default_widths, resolve_policy
 
 MIN_CAPACITY, CAPACITY_STEP = 256, 4096
@@ -25,7 +25,7 @@ STOPS = 8
 
 
 def round_plan(
-    target: Target,
+    target: AnyTarget,
     draft: DFlashDraft | None,
     *,
     block_size: int | None = None,
@@ -44,7 +44,7 @@ def round_plan(
 
     ValueError or NotImplementedError naming what does not fit.
     """
-    if not isinstance(target, Target):
+    if not isinstance(target, Target | HostedTarget):
         raise ValueError(
             f"target: expected a Target (load_target(...).target), found a {kind_of(target)}"
         )

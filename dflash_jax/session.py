@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax import cost, loop, sharding
+from dflash_jax import cost, hosted, loop, sharding
 from dflash_jax import kv as cache
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft
@@ -35,7 +35,7 @@ from dflash_jax.plan import MemoryPlan, plan_memory
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.sampling import SamplingParams, kinds_of
-from dflash_jax.targets import Target
+from dflash_jax.targets import AnyTarget
 from dflash_jax.window import DSparkVtPolicy, Meter
 
 GREEDY = SamplingParams()
@@ -139,7 +139,7 @@ def check_faults(host: DecodeState, names: Sequence[str]) -> None:
 
 
 def generate(
-    target: Target,
+    target: AnyTarget,
     draft: DFlashDraft | None,
     prompts: Sequence[int] | Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int] = 128,
@@ -204,7 +204,7 @@ class SpecSession:
 
     def __init__(
         self,
-        target: Target,
+        target: AnyTarget,
         draft: DFlashDraft | None,
         *,
         stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
@@ -224,6 +224,8 @@ class SpecSession:
         check: bool = False,
         accept: bool = True,
     ):
+        if mesh is not None:
+            hosted.refuse_hosted(target, "mesh")
         target, draft = sharding.shard_pair(target, draft, mesh)
         self._plan = round_plan(
             target,
@@ -239,6 +241,9 @@ class SpecSession:
             implementation=implementation,
         )
         self.target, self.draft = target, draft
+        self._driver = hosted.driver(target)
+        if self._plan.policy.kind == "cost":
+            hosted.refuse_hosted(target, "policy cost")
         self._given_costs = self.costs = costs
         self._capacity, self._accept, self._check = capacity, accept, check
         self._chunk = (
@@ -268,7 +273,7 @@ class SpecSession:
         tick: told of prompt rows as they are read, see `loop.prefill`.
         """
         rows, budget = self._admit(prompts, max_new_tokens)
-        caches = loop.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
+        caches = self._driver.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
         self._tick = tick
         began = time.perf_counter()
         caches, done = self._draft_start(caches, rows, draft_from, tail)
@@ -285,12 +290,13 @@ class SpecSession:
         """
         rows, budget = self._admit(prompts, max_new_tokens)
         plan, counts = self.plan, [len(row) for row in rows]
-        caches = loop.empty_caches(self.target, self.draft, len(rows), plan.capacity)
-        caches = loop.warm_up(
+        caches = self._driver.empty_caches(self.target, self.draft, len(rows), plan.capacity)
+        caches = self._driver.warm_up(
             self.target, self.draft, caches, counts, plan.capacity, plan.implementation, self._chunk
         )
         self._start(caches, budget)
-        loop.decode(self.target, self.draft, self.state, self._stops, jnp.int32(0), self.plan)
+        rounds = jnp.int32(self._driver.WARM_ROUNDS)
+        self._driver.decode(self.target, self.draft, self.state, self._stops, rounds, self.plan)
         self.state = None
 
     def burst(self, rounds: int | None = None) -> None:
@@ -298,7 +304,9 @@ class SpecSession:
         self._require_open()
         limit = jnp.int32(rounds_of(rounds, 0))
         began = time.perf_counter()
-        self.state = loop.decode(self.target, self.draft, self.state, self._stops, limit, self.plan)
+        self.state = self._driver.decode(
+            self.target, self.draft, self.state, self._stops, limit, self.plan
+        )
         jax.block_until_ready(self.state)
         self._seconds += time.perf_counter() - began
         self._check_faults()
@@ -345,7 +353,7 @@ class SpecSession:
             )
         budget = self._budgets(max_new_tokens, len(rows))
         self._context, self._tick = held, None
-        last = jnp.zeros_like(self.target.embed(self.state.anchor[:, None])[:, 0])
+        last = self._driver.no_last(self.target, len(rows))
         caches = loop.Caches(self.state.target, self.state.draft, last)
         self._prefill(caches, rows, budget, time.perf_counter())
 
@@ -362,6 +370,7 @@ class SpecSession:
         Nothing need be open, and target and draft may be abstract: see `plan.plan_memory`.
         prompt: tokens of the longest prompt, where it is shorter than its widest chunk.
         """
+        hosted.refuse_hosted(self.target, "memory plan")
         batch = between("batch", batch, 1, ALL_ROUNDS)
         context = between("context", context, 1, self.target.max_positions)
         capacity = self._capacity_for(context)
@@ -369,7 +378,7 @@ class SpecSession:
             raise ValueError(f"context: expected at most {capacity} (capacity), found {context}")
         params = self._params(batch)
         plan = self._plan_for(capacity, params)
-        sampling = partial(loop.sampling_state, self.target, plan, params, [[]] * batch)
+        sampling = partial(self._driver.sampling_state, self.target, plan, params, [[]] * batch)
         sampler, history = jax.eval_shape(sampling)
         prompt = between("prompt", prompt, 1, context)
         widest = self._chunk or loop.widest_chunk(batch, prompt)
@@ -474,7 +483,7 @@ class SpecSession:
         lengths: list[int],
     ) -> loop.Caches:
         plan, options = self.plan, {"chunk": self._chunk, "tick": self._tick}
-        return loop.prefill(
+        return self._driver.prefill(
             self.target, draft, caches, rows, lengths, plan.capacity, plan.implementation, **options
         )
 
@@ -493,11 +502,13 @@ class SpecSession:
         cap = self.plan.verify_width if self._accept else 1
         self._stops = stop_table(self._stops_of(len(budget)))
         params = self._params(len(budget))
-        sampler, history = loop.sampling_state(self.target, self.plan, params, self._context)
+        sampler, history = self._driver.sampling_state(
+            self.target, self.plan, params, self._context
+        )
         meter = None
         if self.plan.policy.kind == "cost":
             meter = Meter.of(cost.table(self.costs, len(budget)))
-        self.state = loop.start(
+        self.state = self._driver.start(
             self.target,
             *caches,
             jnp.asarray(budget, jnp.int32),

@@ -22,7 +22,8 @@ def add_models(parser: Any) -> None:
         "--target",
         default=DEFAULT_TARGET,
         metavar="smollm2|DIR|FILE.gguf|ORG/NAME",
-        help=f"the model that decides every token (default: {DEFAULT_TARGET})",
+        help=f"the model that decides every token (default: {DEFAULT_TARGET}); torch:DIR or "
+        "torch:ORG/NAME runs it by PyTorch's transformers",
     )
     parser.add_argument(
         "--draft",

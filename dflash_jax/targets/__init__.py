@@ -2,12 +2,14 @@
 
 A target is a pytree (weights inside, geometry static) whose methods are pure, so that it passes
 through `jax.jit` like any array. Everything above (round, loop, session) speaks this protocol
-only; `dense.DenseTarget` is the built-in one.
+only; `dense.DenseTarget` is the built-in one. A target that runs outside JAX offers `HostedTarget`
+instead and is driven from the host (`hosted.py`); `torch.TorchTarget` is that.
 """
 
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
+import numpy as np
 
 from dflash_jax.config import DFlashConfig
 from dflash_jax.kernels import Implementation
@@ -84,6 +86,67 @@ class Target(Protocol):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`[..., H]` -> f32 `[..., V]`; entries that may never be chosen hold finfo.min."""
         ...
+
+
+class HostedOutput(NamedTuple):
+    """One forward of a hosted target, as arrays of JAX on its device.
+
+    logits: `[B, rows, V]` (`[B, 1, V]` where only the last row's were asked for), any float type.
+    taps: `[B, rows, taps * H]`. Both hold zeros past a sequence's count.
+    """
+
+    logits: jax.Array
+    taps: jax.Array
+
+
+@runtime_checkable
+class HostedTarget(Protocol):
+    """A target that runs outside compiled programs. `B` sequences, each at its own length.
+
+    Not a pytree, and its states are no pytrees either: objects with a field `len [B]` (NumPy
+    int32) that a call may change in place, so that each is used once, like a donated array.
+    """
+
+    @property
+    def tables(self) -> Any:
+        """The part of it that drafting needs in compiled programs: a pytree with `embed`, `logits`
+        and `vocab_size` as in `Target`."""
+        ...
+
+    @property
+    def hidden_size(self) -> int: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def max_positions(self) -> int: ...
+
+    def check_drafter(self, config: DFlashConfig) -> None: ...
+
+    def init_state(self, batch: int, slots: int) -> Any: ...
+
+    def forward(
+        self,
+        state: Any,
+        ids: jax.Array,
+        count: np.ndarray,
+        taps: tuple[int, ...],
+        last_only: bool = False,
+    ) -> tuple[HostedOutput, Any]:
+        """Run the first `count [B]` of `ids [B, rows]` at positions `state.len ..`, committing
+        nothing. last_only: logits of each sequence's last row alone."""
+        ...
+
+    def commit(self, state: Any, count: np.ndarray) -> Any:
+        """Keep the first `count [B]` rows of the last `forward`, take the others back."""
+        ...
+
+
+AnyTarget = Target | HostedTarget
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:

