@@ -37,9 +37,10 @@ from dflash_jax.selector import (
     dflash2_walk_greedy_q,
     dflash2_walk_sampled,
 )
-from dflash_jax.session import Generation, SpecSession, generate
+from dflash_jax.session import Generation, SessionOptions, SpecSession, generate
 from dflash_jax.sharding import make_mesh
-from dflash_jax.targets import Target
+from dflash_jax.streaming import Stream, generate_stream
+from dflash_jax.targets import HostedTarget, Target
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.window import (
     DSparkVtPolicy,
@@ -62,13 +63,16 @@ __all__ = [
     "DSparkVtPolicy",
     "DraftKV",
     "Generation",
+    "HostedTarget",
     "LoadedTarget",
     "MarkovHead",
     "Piece",
     "Request",
     "SamplingParams",
     "Slots",
+    "SessionOptions",
     "SpecSession",
+    "Stream",
     "Target",
     "compare",
     "ctx_features",
@@ -87,6 +91,7 @@ __all__ = [
     "forward_block",
     "forward_round",
     "generate",
+    "generate_stream",
     "ingest_ctx",
     "load_draft",
     "load_target",

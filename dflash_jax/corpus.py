@@ -449,8 +449,11 @@ def read_records(path: str | Path) -> Iterator[dict[str, Any]]:
         yield record
 
 
-def prompt_ids(record: dict[str, Any], codec: Any) -> list[int]:
-    """Token ids of a record's prompt: `prompt_ids`, `messages` or `prompt` (a user's message)."""
+def prompt_ids(record: dict[str, Any], codec: Any, **template_kwargs: Any) -> list[int]:
+    """Token ids of a record's prompt: `prompt_ids`, `messages` or `prompt` (a user's message).
+
+    template_kwargs: for the chat template, see `text.TextCodec.render_chat`.
+    """
     if "prompt_ids" in record:
         return _ids(record, "prompt_ids")
     if not {"messages", "prompt"} & record.keys():
@@ -459,8 +462,10 @@ def prompt_ids(record: dict[str, Any], codec: Any) -> list[int]:
         raise ValueError("data: expected prompt_ids (this target has no tokenizer), found text")
     if "messages" in record:
         turns = _turns(record)
-        return codec.encode_chat(turns[:-1] if turns[-1]["role"] == "assistant" else turns)
-    return codec.encode_chat([{"role": "user", "content": _text(record, "prompt")}])
+        turns = turns[:-1] if turns[-1]["role"] == "assistant" else turns
+    else:
+        turns = [{"role": "user", "content": _text(record, "prompt")}]
+    return codec.encode_chat(turns, **template_kwargs)
 
 
 def answer_ids(record: dict[str, Any], codec: Any, end: Sequence[int]) -> list[int]:

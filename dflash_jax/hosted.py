@@ -28,7 +28,6 @@ from dflash_jax.sampling import Sampler, SamplingParams
 from dflash_jax.targets import AnyTarget, HostedTarget, TargetOutput
 from dflash_jax.window import Meter
 
-
 WARM_ROUNDS = 1
 """As `loop.WARM_ROUNDS`: a round is more than one program, which only running compiles."""
 

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -138,13 +138,54 @@ def check_faults(host: DecodeState, names: Sequence[str]) -> None:
             raise ValueError(f"non-finite {side} logits: {names[b]}, {row}")
 
 
+class SessionOptions(TypedDict, total=False):
+    """The keyword arguments of `SpecSession`, which says what they mean."""
+
+    stop_token_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    block_size: int | None
+    verify_width: int | None
+    capacity: int | None
+    chunk: int | None
+    harvest: DSparkHarvest | str | None
+    policy: DSparkVtPolicy | None
+    widths: Sequence[int] | None
+    costs: Mapping[int, float] | None
+    sampling: SamplingParams | Sequence[SamplingParams]
+    row_draws: RowDraws
+    logprobs: bool
+    implementation: Implementation
+    check: bool
+    accept: bool
+    mesh: Mesh | None
+
+
+@overload
+def generate(
+    target: AnyTarget,
+    draft: DFlashDraft | None,
+    prompts: Sequence[int],
+    max_new_tokens: int | Sequence[int] = 128,
+    **options: Unpack[SessionOptions],
+) -> Generation: ...
+
+
+@overload
+def generate(
+    target: AnyTarget,
+    draft: DFlashDraft | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int | Sequence[int] = 128,
+    **options: Unpack[SessionOptions],
+) -> list[Generation]: ...
+
+
 def generate(
     target: AnyTarget,
     draft: DFlashDraft | None,
     prompts: Sequence[int] | Sequence[Sequence[int]],
     max_new_tokens: int | Sequence[int] = 128,
-    **options: Any,
-) -> Any:
+    **options: Unpack[SessionOptions],
+) -> Generation | list[Generation]:
     """Decode; tokens (or, when sampling, their law) are the target's own, whatever is drafted.
 
     Args:

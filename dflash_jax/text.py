@@ -77,6 +77,16 @@ class TextCodec:
         except Exception as error:  # a template is a program of its own
             raise ValueError(f"chat template: {error}") from None
 
+    @property
+    def template_arguments(self) -> frozenset[str]:
+        """Names that the chat template reads and does not set: what `render_chat` can pass."""
+        if self.template is None:
+            return frozenset()
+        _compile(self.template)  # one line for a template that does not parse
+        tree = _environment().parse(self.template)
+        names = require("jinja2.meta", "gguf").find_undeclared_variables(tree)
+        return frozenset(names - set(_environment().globals))
+
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
     ) -> list[int]:
@@ -281,6 +291,14 @@ def _compile(template: str) -> Any:
 
     ValueError for one that does not parse.
     """
+    try:
+        return _environment().from_string(template)
+    except (require("jinja2", "gguf").TemplateError, RecursionError) as error:
+        raise ValueError(f"chat template: {error}") from None
+
+
+@functools.cache
+def _environment() -> Any:
     sandbox = require("jinja2.sandbox", "gguf")
     extensions = [require("jinja2.ext", "gguf").loopcontrols, _generation_tag()]
     environment = sandbox.ImmutableSandboxedEnvironment(
@@ -288,10 +306,7 @@ def _compile(template: str) -> Any:
     )
     environment.filters["tojson"] = _to_json
     environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-    try:
-        return environment.from_string(template)
-    except (require("jinja2", "gguf").TemplateError, RecursionError) as error:
-        raise ValueError(f"chat template: {error}") from None
+    return environment
 
 
 def _to_json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:

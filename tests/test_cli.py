@@ -14,9 +14,10 @@ from dflash_jax import Request, SpecSession, generate, load_draft
 from dflash_jax.checkpoint import named_leaves
 from dflash_jax.cli import main, make_parser
 from dflash_jax.cli.generate import session_options
-from dflash_jax.cli.prompts import request_of
+from dflash_jax.cli.prompts import request_of, template_args
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets.loading import LoadedTarget
+from dflash_jax.text import TextCodec
 from dflash_jax.window import DSparkVtPolicy, measured_window
 
 TINY = ORACLES / "tiny"
@@ -604,3 +605,54 @@ def test_the_version(capsys):
         main(["--version"])
     assert exit.value.code == 0
     assert capsys.readouterr().out.startswith("dflash-jax ")
+
+
+# --- arguments of the chat template ---------------------------------------------------------------
+
+
+class Arguments:
+    """The options that `template_args` looks at."""
+
+    def __init__(self, *given, no_chat=False, ids=False):
+        self.template_arg, self.no_chat, self.ids = given, no_chat, ids
+
+
+THINKING = TextCodec(None, "{{ messages }}{{ enable_thinking }}{{ effort }}{{ tools }}")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ([], {}),
+        (["enable_thinking=false"], {"enable_thinking": False}),
+        (["effort=high", "enable_thinking=true"], {"effort": "high", "enable_thinking": True}),
+        (["effort=2", 'tools=["a=b"]'], {"effort": 2, "tools": ["a=b"]}),
+        (["effort="], {"effort": ""}),
+    ],
+)
+def test_template_arguments_are_json_or_text(given, expected):
+    loaded = LoadedTarget(None, THINKING, "it")
+    assert template_args(Arguments(*given), loaded) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (Arguments("enable_thinking"), "expected NAME=VALUE, found 'enable_thinking'"),
+        (Arguments("=1"), "expected NAME=VALUE"),
+        (Arguments("effort=1", no_chat=True), "expected a chat template to pass it to"),
+        (Arguments("effort=1", ids=True), "expected a chat template to pass it to"),
+        (
+            Arguments("enable_thinkng=false"),
+            r"what the chat template reads \(effort, enable_thinking, tools\), found enable_t",
+        ),
+        (Arguments("messages=[]"), "found messages"),
+    ],
+)
+def test_template_arguments_that_would_do_nothing_are_refused(arguments, reason):
+    with pytest.raises(ValueError, match=f"--template-arg: .*{reason}"):
+        template_args(arguments, LoadedTarget(None, THINKING, "it"))
+
+
+def test_template_arguments_need_a_template(refused):
+    assert "expected a chat template to pass it to" in refused("--template-arg", "effort=1")

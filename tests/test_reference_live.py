@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import train_drafter
 from families import ORACLES, assert_close, trained
 from targets import F32
 
@@ -24,6 +25,7 @@ from dflash_jax.draft import ctx_features
 from dflash_jax.propose import dflash2_propose_greedy, draft_logits, propose_rows
 from dflash_jax.sampling import Filters, filtered_probs
 from dflash_jax.targets.loading import load_target
+from dflash_jax.targets.torch import TorchTarget
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -226,6 +228,50 @@ def test_the_reference_reads_the_drafters_we_ship(name, text, tmp_path):
         draft, family = draft.replace(markov=None, confidence=None), "dflash"
     inputs = smollm2_inputs(draft.config, text)
     assert_same_block(load_reference(out, family), draft, inputs)
+
+
+@pytest.fixture(scope="module")
+def trained_here(tmp_path_factory):
+    """Directories of drafters that our script has trained for the tiny target, a step or two from
+    the recorded ones, and saved for other readers.
+    """
+    root = tmp_path_factory.mktemp("trained")
+    lines = [{"prompt_ids": r["prompt_ids"], "answer_ids": r["greedy_target_ids"]} for r in PROMPTS]
+    (root / "records.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    records = root / "records.jsonl"
+
+    def train(family):
+        common = ["--target", TINY / "target", "--data", records, "--heldout", records]
+        common += ["--out", root / family, "--length", 128, "--batch", 4, "--anchors", 4]
+        common += ["--max-new-tokens", 8, "--steps", 3, "--devices", 1, "--storage", "bf16"]
+        common += ["--init", TINY / family]
+        assert train_drafter.main([*map(str, common)]) == 0
+        return root / family
+
+    return functools.cache(train)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_reference_decodes_with_a_drafter_trained_here(family, trained_here, monkeypatch):
+    """Equal logits; then its own loop, with torch's target, gains what ours gains."""
+    directory = trained_here(family)
+    target, before = trained(family)
+    draft = load_draft(directory, target, dtype=F32)
+    assert not np.array_equal(draft.fc, before.fc)
+    model = load_reference(directory, family)
+    assert_same_block(model, draft)
+    monkeypatch.setattr(reference, "_cuda_time", time.perf_counter)
+    prompt, torch_target = PROMPTS[1]["prompt_ids"], reference_pair(family)[0]
+    run = reference.dflash_generate(
+        model, torch_target, torch.tensor([prompt]), 48, None, return_stats=True
+    )
+    for ours in (target, TorchTarget(torch_target)):
+        out = generate(ours, draft, prompt, 48, stop_token_ids=())
+        assert out.token_ids == run.output_ids[0, len(prompt) :].tolist()
+        before_end = 1 + np.cumsum([0, *run.acceptance_lengths])[:-1]
+        whole = int((before_end + 8 <= 49).sum())
+        assert whole > 5
+        assert out.acceptance_lengths[:whole] == run.acceptance_lengths[:whole]
 
 
 # --- sampling -------------------------------------------------------------------------------------

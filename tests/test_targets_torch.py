@@ -4,18 +4,22 @@ For developers: skipped where torch or transformers (5.15 or newer) is not insta
 tiny and random, made from configs.
 """
 
+import copy
+import dataclasses
 import functools
+import json
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from families import FAMILIES, ORACLES, assert_close, trained
-from targets import TINY, random_tree
+from targets import F32, TINY, random_tree
 
-from dflash_jax import SamplingParams, SpecSession, compare, generate
+from dflash_jax import SamplingParams, SpecSession, compare, generate, hosted
+from dflash_jax.cli import main
 from dflash_jax.draft import abstract
+from dflash_jax.targets import torch as torch_target
 from dflash_jax.targets.loading import load_target
 from dflash_jax.targets.torch import TorchTarget, load_torch
 
@@ -28,7 +32,9 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-F32 = jnp.dtype(jnp.float32)
+TINY_MODELS = ORACLES / "tiny"
+DIRECTORY = TINY_MODELS / "target"
+TEXTS = [list(b"def add(first, second):\n    return first + second\n"), list(b"import os, s")]
 VOCABULARY, MASK = 64, 63
 PROMPTS = ([5, 3, 8, 13, 21], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18], [40])
 COMMON = {
@@ -88,41 +94,211 @@ def target_of(name):
 
 
 @functools.cache
-def draft_of(layers=4):
-    """A random drafter: hardly ever right, so that rows are taken back in every round."""
-    import dataclasses
-
-    return random_tree(abstract(dataclasses.replace(TINY, num_target_layers=layers), F32), 1)
+def tiny_drafter():
+    config = dataclasses.replace(TINY, num_target_layers=4)
+    return random_tree(abstract(config, F32), 1)
 
 
 def own(name, prompt, count):
-    """Torch's own greedy decode: its whole context again for each token, no cache at all."""
+    """Torch's own greedy decode: the whole context again for each token, no cache at all."""
     ids = list(prompt)
     with torch.inference_mode():
         for _ in range(count):
-            ids.append(int(model_of(name)(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+            logits = model_of(name)(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 
-@functools.cache
-def right_head(name):
-    """The random drafter proposes what torch says for half of the prompts' continuations: see
-    `half_right`."""
+@pytest.fixture
+def told(monkeypatch):
+    """Tells the drafter what to propose: the continuations given, but for a wrong token at every
+    fifth position of the text. So rows are kept and taken back, some and all of them.
+    """
+    honest = hosted.propose_block
+
+    def tell(prompts, continuations):
+        texts = [[*p, *c, *[0] * 8] for p, c in zip(prompts, continuations, strict=True)]
+        table = np.zeros((len(texts), max(map(len, texts))), np.int32)
+        for row, text in zip(table, texts, strict=True):
+            row[: len(text)] = text
+        table[:, ::5] = (table[:, ::5] + 1) % VOCABULARY
+
+        def propose_block(tables, draft, state, plan):
+            proposal, kv = honest(tables, draft, state, plan)
+            pos = state.target.len[:, None] + 1 + jnp.arange(proposal.tokens.shape[1])
+            said = jnp.take_along_axis(jnp.asarray(table), pos, axis=1, mode="clip")
+            return proposal.replace(tokens=said), kv
+
+        monkeypatch.setattr(hosted, "propose_block", propose_block)
+        hosted._draft.clear_cache()
+
+    yield tell
+    hosted._draft.clear_cache()
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_the_tokens_are_torchs_own(name):
+def test_the_tokens_are_torchs_own(name, told):
     expected = [own(name, prompt, 14) for prompt in PROMPTS]
-    outs = generate(target_of(name), draft_of(), PROMPTS, 14, check=True)
+    told(PROMPTS, expected)
+    outs = generate(target_of(name), tiny_drafter(), PROMPTS, 14, check=True)
     assert [out.token_ids for out in outs] == expected
-    assert [out.token_ids for out in generate(target_of(name), None, PROMPTS, 14)] == expected
-    # Random drafts are right now and then, so rows were kept and rows were taken back.
-    assert 0 < sum(out.accepted for out in outs) < sum(out.drafted for out in outs)
+    gains = {gain for out in outs for gain in out.acceptance_lengths}
+    assert gains == {1, 2, 3, 4}
+    plain = generate(target_of(name), None, PROMPTS[0], 14)
+    assert plain.token_ids == expected[0]
+
+
+def test_recurrent_states_are_taken_back_by_replay():
+    assert [target_of(name)._crops for name in CONFIGS] == [name not in HYBRIDS for name in CONFIGS]
 
 
 def test_a_batch_is_its_sequences_alone():
-    together = generate(target_of("qwen3"), draft_of(), PROMPTS, [9, 14, 3])
-    for prompt, count, out in zip(PROMPTS, (9, 14, 3), together, strict=True):
-        alone = generate(target_of("qwen3"), draft_of(), prompt, count)
+    counts = (9, 14, 3)
+    together = generate(target_of("qwen3"), tiny_drafter(), PROMPTS, counts)
+    for prompt, count, out in zip(PROMPTS, counts, together, strict=True):
+        alone = generate(target_of("qwen3"), tiny_drafter(), prompt, count)
         assert out.token_ids == alone.token_ids
         assert out.acceptance_lengths == alone.acceptance_lengths
+
+
+# --- beside the same model in JAX ----------------------------------------------------------------
+
+
+@functools.cache
+def trained_in_torch():
+    return load_torch(DIRECTORY, "float32")
+
+
+def same(family, prompts, counts, **options):
+    """Both targets' results, which must be equal in everything but time; torch's are returned."""
+    ours, draft = trained(family)
+    results = [
+        generate(target, draft, prompts, counts, **options) for target in (ours, trained_in_torch())
+    ]
+    for left, right in zip(*results, strict=True):
+        for name in ("token_ids", "acceptance_lengths", "verify_widths", "finish_reason"):
+            assert getattr(left, name) == getattr(right, name)
+        if left.logprobs is not None:
+            np.testing.assert_allclose(left.logprobs, right.logprobs, atol=1e-4)
+    return results[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_rounds_as_in_jax(family):
+    outs = same(family, TEXTS, [40, 30], logprobs=True)
+    assert all(out.mean_acceptance_length > 1.5 for out in outs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_draws_as_in_jax(family):
+    sampling = [
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, repeat_penalty=1.1),
+        SamplingParams(temperature=1.2, top_k=20, seed=4),
+    ]
+    same(family, TEXTS, 32, sampling=sampling)
+
+
+def test_stops_narrow_windows_and_chunks():
+    same("dspark", TEXTS, 40, stop_token_ids=[ord("n")], verify_width=4, chunk=16)
+    same("dflash", TEXTS, 300, capacity=64)
+
+
+def test_sessions_go_on():
+    expected = None
+    for target in (trained("dflash")[0], trained_in_torch()):
+        session = SpecSession(target, trained("dflash")[1], check=True)
+        session.open(TEXTS[:1], 10)
+        streamed = [token for tokens in session.stream() for token in tokens[0]]
+        assert streamed == session.results()[0].token_ids
+        session.resume([list(b"\ndef")], 12)
+        session.burst()
+        found = streamed, session.results()[0].token_ids
+        assert expected in (None, found)
+        expected = found
+
+
+def test_compare():
+    out = compare(trained_in_torch(), trained("dflash")[1], TEXTS[0], 24)
+    assert out.lossless
+    assert out.plain_difference is None
+
+
+def test_taps_and_tables_are_the_models_own():
+    model, target = trained_in_torch().model, trained_in_torch()
+    weight = model.get_input_embeddings().weight
+    assert target.embedding.unsafe_buffer_pointer() == weight.data_ptr()
+    ours = trained("dflash")[0]
+    ids, taps = jnp.asarray([TEXTS[0]]), (1, 3, ours.config.num_hidden_layers - 1)
+    run, _ = ours.forward(ours.init_state(1, 128), ids, taps)
+    count = np.array([len(TEXTS[0])])
+    out, _ = target.forward(target.init_state(1, 128), ids, count, taps)
+    assert_close(out.taps, run.taps)
+    assert_close(out.logits, ours.logits(run.hidden))
+    assert_close(target.tables.logits(run.hidden), ours.logits(run.hidden))
+
+
+@pytest.mark.parametrize("draft", ["dflash", "none"])
+def test_from_the_command_line(draft, capsys):
+    draft = draft if draft == "none" else str(TINY_MODELS / draft)
+    ids = " ".join(map(str, TEXTS[0]))
+    target = ["--target", f"torch:{DIRECTORY}", "--draft", draft]
+    assert main(["generate", ids, "--ids", *target, "--max-new-tokens", "12", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["token_ids"] == generate(trained("dflash")[0], None, TEXTS[0], 12).token_ids
+    assert report["dtype"] == "float32"
+
+
+# --- refusals ------------------------------------------------------------------------------------
+
+
+def altered(change):
+    model = copy.deepcopy(model_of("qwen3"))
+    change(model)
+    return model
+
+
+def forgetful(model):
+    """It takes a cache and does not look at it."""
+    honest = model.forward
+
+    def forward(input_ids=None, position_ids=None, cache=None, output_hidden_states=None):
+        out = honest(input_ids, use_cache=False, output_hidden_states=output_hidden_states)
+        for layer in cache.layers:
+            layer.keys = layer.values = torch.zeros((1, 1, 100, 1))
+            layer.is_initialized = True
+        return out
+
+    model.forward = forward
+
+
+def test_a_model_that_forgets_its_cache_is_refused():
+    with pytest.raises(NotImplementedError, match="model_type 'qwen3': expected a cache that goes"):
+        TorchTarget(altered(forgetful))
+
+
+def test_a_model_that_cannot_take_rows_back_is_refused(monkeypatch):
+    monkeypatch.setattr(transformers.DynamicCache, "crop", lambda *_: None)
+    with pytest.raises(NotImplementedError, match="takes rows back, found logits off by"):
+        TorchTarget(model_of("qwen3"))
+
+
+def test_a_recurrent_model_without_its_states_back_is_refused(monkeypatch):
+    monkeypatch.setattr(torch_target, "_kept", lambda layer: layer)
+    with pytest.raises(NotImplementedError, match=r"takes rows back|cannot be driven"):
+        TorchTarget(model_of("qwen3_next"))
+
+
+def test_what_does_not_fit_is_named(monkeypatch):
+    with pytest.raises(ValueError, match="expected eval mode"):
+        TorchTarget(altered(lambda m: m.train()))
+    with pytest.raises(ValueError, match="expected a transformers model, found a Linear"):
+        TorchTarget(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"expected one device, found cpu, meta"):
+        TorchTarget(altered(lambda m: m.lm_head.to("meta")))
+    with pytest.raises(ValueError, match=r"expected it on JAX's device \(cpu\), found meta"):
+        TorchTarget(altered(lambda m: m.to("meta")))
+    with pytest.raises(ValueError, match="hidden_size: the drafter expects 32"):
+        generate(trained_in_torch(), tiny_drafter(), [1], 2)
+    for name in ("torch:nowhere", f"torch:{DIRECTORY / 'config.json'}"):
+        with pytest.raises((FileNotFoundError, ValueError), match="target: expected"):
+            load_target(name)

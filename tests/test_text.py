@@ -232,6 +232,19 @@ class TestChat:
         assert codec.render_chat(HELLO, enable_thinking=False) == "<s>FalseTrue"
         assert codec.render_chat(HELLO, tools=[1], bos_token="!") == "!False"
 
+    def test_a_template_says_what_it_reads(self):
+        template = (
+            "{% set ns = namespace(n=0) %}{% for m in messages %}{{ m.content }}{% endfor %}"
+            "{% generation %}{% if enable_thinking is defined and not enable_thinking %}"
+            "{{ raise_exception(strftime_now('%Y')) }}{% endif %}{% endgeneration %}"
+            "{{ bos_token }}{{ ns.n }}"
+        )
+        expected = {"messages", "enable_thinking", "bos_token"}
+        assert self.codec(template).template_arguments == expected
+        assert TextCodec(None).template_arguments == frozenset()
+        with pytest.raises(ValueError, match="chat template: "):
+            _ = self.codec("{% for %}").template_arguments
+
     def test_json_is_not_escaped(self):
         codec = self.codec("{{ tools | tojson }}|{{ tools | tojson(indent=1) }}")
         expected = '[{"a": "<é>"}]|[\n {\n  "a": "<é>"\n }\n]'

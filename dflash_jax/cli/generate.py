@@ -25,6 +25,7 @@ from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession
+from dflash_jax.targets import HostedTarget
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import StreamDecoder
 from dflash_jax.window import (
@@ -79,6 +80,13 @@ def add(commands: Any) -> None:
     )
     gen.add_argument("--ids", action="store_true", help="PROMPT is token ids, not text")
     gen.add_argument("--no-chat", action="store_true", help="do not apply the chat template")
+    gen.add_argument(
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="an argument of the chat template (enable_thinking=false); may be repeated",
+    )
     gen.add_argument("--compare", action="store_true", help="decode plainly too, and compare")
     gen.add_argument(
         "--stream",
@@ -164,7 +172,7 @@ def _generate(args: argparse.Namespace, mesh: Mesh | None) -> int:
         comparison = compare(loaded.target, draft, prompt, args.max_new_tokens, **options)
         result = comparison.speculative
     if args.json:
-        print(json.dumps(_report(loaded, draft, result, comparison, memory, compile_seconds)))
+        print(json.dumps(_report(args, loaded, draft, result, comparison, memory, compile_seconds)))
         return 0
     if not stream:
         print(_text(loaded, result.token_ids))
@@ -186,13 +194,14 @@ def _is_shipped(name: str | None) -> bool:
 
 def _prompt_ids(args: argparse.Namespace, loaded: LoadedTarget) -> list[int]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
+    template = prompts.template_args(args, loaded)
     if args.ids:
         return [_token_id(word) for word in text.replace(",", " ").split()]
     if loaded.text is None:
         raise ValueError(f"{args.target}: expected a tokenizer beside it (or --ids), found none")
     if args.no_chat:
         return loaded.text.encode(text)
-    return loaded.text.encode_chat([{"role": "user", "content": text}])
+    return loaded.text.encode_chat([{"role": "user", "content": text}], **template)
 
 
 def _token_id(word: str) -> int:
@@ -277,11 +286,13 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     return params
 
 
-def _memory(loaded, draft, prompt, max_new_tokens, options) -> MemoryPlan:
+def _memory(loaded, draft, prompt, max_new_tokens, options) -> MemoryPlan | None:
     """What the generation takes on the device."""
     session = SpecSession(loaded.target, draft, **options)
     most = options["capacity"] or loaded.target.max_positions
     context = min(len(prompt) + max_new_tokens - 1, most)
+    if isinstance(loaded.target, HostedTarget):  # its memory is not JAX's to count
+        return None
     return session.memory(context, prompt=len(prompt))
 
 
@@ -313,7 +324,7 @@ def _text(loaded: LoadedTarget, ids: list[int]) -> str:
     return " ".join(map(str, ids)) if loaded.text is None else loaded.text.decode(ids)
 
 
-def _figures(result: Generation, comparison: Comparison | None, memory: MemoryPlan) -> str:
+def _figures(result: Generation, comparison: Comparison | None, memory: MemoryPlan | None) -> str:
     parts = [
         f"acceptance length {result.mean_acceptance_length:.2f}",
         f"{result.emitted} tokens in {result.rounds} rounds",
@@ -333,16 +344,19 @@ def _figures(result: Generation, comparison: Comparison | None, memory: MemoryPl
             )
             if d is not None
         ]
-    parts += [f"first token {result.prefill_seconds:.2f} s", f"memory {amount(memory.total)}"]
+    parts.append(f"first token {result.prefill_seconds:.2f} s")
+    if memory is not None:
+        parts.append(f"memory {amount(memory.total)}")
     return "[" + ", ".join(parts) + "]"
 
 
 def _report(
+    args: argparse.Namespace,
     loaded: LoadedTarget,
     draft: DFlashDraft | None,
     result: Generation,
     comparison: Comparison | None,
-    memory: MemoryPlan,
+    memory: MemoryPlan | None,
     compile_seconds: float,
 ) -> dict[str, Any]:
     device = jax.devices()[0]
@@ -362,7 +376,7 @@ def _report(
         "compile_seconds": compile_seconds,
         "tokens_per_second": result.tokens_per_second,
         "first_token_seconds": result.prefill_seconds,
-        "memory": {name: getattr(memory, name) for name in MEMORY},
+        "memory": memory and {name: getattr(memory, name) for name in MEMORY},
         "plain": None,
         "lossless": None,
         "speedup": None,
@@ -370,6 +384,7 @@ def _report(
         "draft_precision": None if draft is None else draft.config.precision or FLOAT,
         "draft_head_rows": draft.head.d2t.shape[0] if draft and draft.head else None,
         "target": loaded.name,
+        "template_args": prompts.template_args(args, loaded),
         "dtype": str(loaded.target.embedding.dtype),
         "device": f"{device.platform}: {device.device_kind}",
         "devices": 1 if loaded.target.mesh is None else loaded.target.mesh.size,

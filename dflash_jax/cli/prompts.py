@@ -34,6 +34,32 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"--{name}: expected one prompt, found --prompts")
 
 
+def template_args(args: argparse.Namespace, loaded: LoadedTarget) -> dict[str, Any]:
+    """The --template-arg options: JSON values where they are JSON, else text.
+
+    ValueError for one that this target's chat template does not read, which would do nothing.
+    """
+    given = {}
+    for option in args.template_arg:
+        name, equals, value = option.partition("=")
+        if not (name and equals):
+            raise ValueError(f"--template-arg: expected NAME=VALUE, found {option!r}")
+        try:
+            given[name] = json.loads(value)
+        except ValueError:
+            given[name] = value
+    if given and (args.no_chat or args.ids or loaded.text is None):
+        raise ValueError("--template-arg: expected a chat template to pass it to, found none")
+    known = loaded.text.template_arguments - {"messages"} if given else set()
+    unread = sorted(given.keys() - known)
+    if unread:
+        names = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"--template-arg: expected what the chat template reads ({names}), found {unread[0]}"
+        )
+    return given
+
+
 def run(
     args: argparse.Namespace,
     loaded: LoadedTarget,
@@ -76,7 +102,7 @@ def request_of(
     if args.no_chat and isinstance(record.get("prompt"), str) and loaded.text is not None:
         ids = loaded.text.encode(record["prompt"])
     else:
-        ids = corpus.prompt_ids(record, loaded.text)
+        ids = corpus.prompt_ids(record, loaded.text, **template_args(args, loaded))
     return Request(
         ids,
         record.get("max_new_tokens", args.max_new_tokens),

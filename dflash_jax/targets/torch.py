@@ -86,6 +86,9 @@ class TorchTarget:
     ValueError or NotImplementedError names what does not fit.
     """
 
+    mesh = None
+    """It is on one device."""
+
     def __init__(self, model: Any):
         self._torch = require("torch", "torch")
         self._transformers = require("transformers", "torch")
