@@ -154,9 +154,9 @@ class SessionOptions(TypedDict, total=False):
     row_draws: RowDraws
     logprobs: bool
     implementation: Implementation
+    mesh: Mesh | None
     check: bool
     accept: bool
-    mesh: Mesh | None
 
 
 @overload

@@ -313,8 +313,11 @@ def _tables_of(model: Any, name: str, hidden_size: int) -> TorchTables:
                 f"{name}: expected an {what} of width {hidden_size}, found {weight.shape[1]}"
             )
     bias = getattr(head, "bias", None)
-    tables = [embedding.weight, head.weight, bias]
-    return TorchTables(*(None if t is None else jnp.from_dlpack(t.detach()) for t in tables))
+    return TorchTables(
+        embedding=jnp.from_dlpack(embedding.weight.detach()),
+        lm_head=jnp.from_dlpack(head.weight.detach()),
+        bias=None if bias is None else jnp.from_dlpack(bias.detach()),
+    )
 
 
 def _stop_ids(*configs: Any) -> tuple[int, ...]:
