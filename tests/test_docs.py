@@ -1,5 +1,7 @@
 """The documentation: links and pages that exist, every public name described, commands that run."""
 
+import ast
+import importlib
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +20,8 @@ PAGES = {
     **{name: text for name, text in MADE.items() if isinstance(text, str)},
 }
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+WRITTEN = sorted([*DOCS.rglob("*.md"), ROOT / "README.md"])
+FENCED = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 NAV = re.findall(r"^ +- .*?: (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
 
 
@@ -74,11 +78,19 @@ def test_every_public_name_is_documented():
 
 
 def test_commands_in_the_pages_exist():
-    written = [p.read_text(encoding="utf-8") for p in [*DOCS.rglob("*.md"), ROOT / "README.md"]]
     calls = re.compile(r"(?:^|`|&& )dflash-jax ([a-z]+)", re.MULTILINE)
-    named = {name for text in written for name in calls.findall(text)}
+    named = {name for page in WRITTEN for name in calls.findall(page.read_text(encoding="utf-8"))}
     assert "generate" in named
     assert named <= {command.__name__.rpartition(".")[2] for command in cli.COMMANDS}
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.stem)
+def test_examples_are_python_and_import_what_exists(page):
+    for block in FENCED.findall(page.read_text(encoding="utf-8")):
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("dflash_jax"):
+                module = importlib.import_module(node.module)
+                assert [a.name for a in node.names if not hasattr(module, a.name)] == []
 
 
 class Shapes(HTMLParser):
