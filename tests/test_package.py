@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
         "forward_block",
         "forward_round",
         "generate",
+        "generate_stream",
         "ingest_ctx",
         "load_draft",
         "load_target",
@@ -57,7 +58,16 @@ def test_the_pallas_folder_has_one_name_only():
 
 def test_importing_needs_no_extra():
     """The core must import without the optional packages."""
-    extras = ("gguf", "tokenizers", "jinja2", "optax", "huggingface_hub", "matplotlib")
+    extras = (
+        "gguf",
+        "tokenizers",
+        "jinja2",
+        "optax",
+        "huggingface_hub",
+        "matplotlib",
+        "torch",
+        "transformers",
+    )
     blocked = "; ".join(f"sys.modules[{name!r}] = None" for name in extras)
     code = f"import sys; {blocked}; import dflash_jax; print(dflash_jax.__version__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -44,9 +45,15 @@ def run(*command, **options):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
+    """Built from a copy: a build folder in the checkout would carry old modules along."""
     out = tmp_path_factory.mktemp("wheel")
-    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out, ROOT)
-    run(sys.executable, "-m", "pip", *build)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("dflash_jax", "pallas"):
+        shutil.copytree(ROOT / folder, out / "source" / folder, ignore=ignored)
+    for file in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / file, out / "source")
+    build = ("wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", out)
+    run(sys.executable, "-m", "pip", *build, out / "source")
     (file,) = out.glob("*.whl")
     return file
 
