@@ -34,7 +34,7 @@ from dflash_jax.config import (
 from dflash_jax.draft import DFlashDraft, abstract
 from dflash_jax.gguf_file import GGUFFile, write_gguf
 from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head
-from dflash_jax.keys import decode_json, read_json
+from dflash_jax.keys import decode_json, printable, read_json
 from dflash_jax.leaves import ALL, load_tree
 from dflash_jax.quant import Precision, QuantizedLinear
 from dflash_jax.sharding import named_leaves
@@ -56,9 +56,13 @@ COMPARED = 4096
 """Rows of two tables that are compared at once."""
 INTEGERS = ("I8", "U8")
 """Dtypes that quantised matrices are stored in."""
+STORED = re.compile("F32|F16|BF16|I8|U8|.*Q.*")
+"""Dtypes that weights are stored in; those with a Q are GGUF's blocks."""
 GGUF_CONFIG = "dflash.config"
 """Metadata key of a drafter's config (its JSON text) in a GGUF file."""
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+SHARD = re.compile(r"\w[\w.-]{0,199}", re.ASCII)
+"""A shard's file name. It lies beside its index: no path leads anywhere else."""
 
 
 def compute_dtype(dtype: Any = None) -> jnp.dtype:
@@ -106,11 +110,13 @@ class TensorFiles:
         if index.is_file():
             table = read_json(index).get("weight_map")
             names = table.values() if isinstance(table, dict) else [None]
-            if not all(isinstance(name, str) for name in names):
+            if not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
                 raise ValueError(f"{index}: expected JSON with a weight_map of file names")
             missing = sorted({f for f in table.values() if not (self.directory / f).is_file()})
             if missing:
-                raise FileNotFoundError(f"{index}: expected shards beside it, missing {missing}")
+                raise FileNotFoundError(
+                    f"{index}: expected shards beside it, missing {listing(missing)}"
+                )
             return table
         if not (self.directory / WEIGHTS).is_file():
             raise FileNotFoundError(
@@ -127,7 +133,9 @@ class TensorFiles:
         try:
             return safe_open(self.directory / file, framework="numpy")
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{self.directory / file}: not safetensors ({error})") from None
+            raise ValueError(
+                f"{self.directory / file}: not safetensors ({printable(error)})"
+            ) from None
 
     def names(self) -> set[str]:
         """Every tensor name of the directory."""
@@ -180,7 +188,8 @@ class TensorFiles:
         handle = self._handle(self._file_of[name])
         if name not in set(handle.keys()):
             raise ValueError(
-                f"{self.directory}: {INDEX} puts {name} in {self._file_of[name]}, not found there"
+                f"{self.directory}: {INDEX} puts {printable(name)} in {self._file_of[name]}, "
+                "not found there"
             )
         return handle.get_slice(name)
 
@@ -303,7 +312,10 @@ def survey_draft(directory: str | Path, target: Any = None, precision: str | Non
     if target is not None:
         target.check_drafter(config)
     head_rows = own_head_rows(files, config, target)
-    table = _names_on_disk(files, tensor_table(config, head_rows))
+    try:
+        table = _names_on_disk(files, tensor_table(config, head_rows))
+    except ValueError as error:
+        raise ValueError(f"{files.directory}: {error}") from None
     if _spans_target(files, config, head_rows):
         shape = (config.vocabulary, table[MARKOV_OUT].shape[1])
         table[MARKOV_OUT] = dataclasses.replace(table[MARKOV_OUT], shape=shape)
@@ -334,7 +346,7 @@ def _spans_target(files: TensorSource, config: DFlashConfig, own_rows: int | Non
     """Whether a Markov output table has a row a token of the target beside a smaller head."""
     if own_rows is None or MARKOV_OUT not in files.names() or own_rows == config.vocab_size:
         return False
-    return files.shape(MARKOV_OUT)[0] == config.vocab_size
+    return files.shape(MARKOV_OUT)[:1] == (config.vocab_size,)
 
 
 def shipped_drafts() -> list[str]:
@@ -474,12 +486,16 @@ def _resolve_dspark(files: TensorSource, stated: DSparkConfig) -> DSparkConfig:
     """What the tensors say of the heads; ValueError naming both where the config disagrees."""
     names = files.names()
     weight, norm = CONFIDENCE + "weight", "norm.weight"
+    for name in {MARKOV_IN, MARKOV_OUT, weight} & names:
+        if len(files.shape(name)) != 2:
+            shape = list(files.shape(name))
+            raise ValueError(f"{files.directory}: {name}: expected two axes, found {shape}")
     rank = files.shape(MARKOV_IN)[1] if MARKOV_IN in names else 0
     kinds = [kind for kind, mix in MIXES.items() if f"{MARKOV}{mix}.weight" in names]
     if len(kinds) > 1:
         raise ValueError(f"{files.directory}: expected one Markov head, found {kinds}")
     confidence = weight in names
-    plain = confidence and norm in names and files.shape(weight)[-1] == files.shape(norm)[0]
+    plain = confidence and norm in names and files.shape(weight)[1:] == files.shape(norm)
     held = DSparkConfig(
         markov_head_type=kinds[0] if kinds else "vanilla",
         markov_rank=rank,
@@ -504,6 +520,12 @@ def _census(files: TensorSource, table: Mapping[str, Entry], config: DFlashConfi
     Returns, for a plain DFlash drafter, where they are no error, the tensors left over.
     """
     check_shapes(files, table)
+    odd = [name for name in table if not STORED.fullmatch(files.dtype(name))]
+    if odd:
+        raise ValueError(
+            f"{files.directory}: {odd[0]}: expected F32, F16, BF16 or I8, "
+            f"found {files.dtype(odd[0])}"
+        )
     scales = {name + quant.SCALE for name in table if files.dtype(name) in INTEGERS}
     lacking = sorted(scales - files.names())
     if lacking:
@@ -566,4 +588,4 @@ def read_floats(
 def listing(names: list[str], most: int = 8) -> str:
     """Names for an error text, the first few of a long list."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
+    return ", ".join(printable(name, 80) or "''" for name in names[:most]) + more

@@ -7,13 +7,12 @@ keys at top level. Nested wins; where both exist and differ, a warning names bot
 
 import dataclasses
 import enum
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from dflash_jax.keys import Keys, names, read_json, table
+from dflash_jax.keys import LARGEST, Keys, decode_json, names, read_json, table
 from dflash_jax.quant import PRECISIONS, Precision
 
 Family = Literal["dflash", "dspark", "dflash2"]
@@ -155,9 +154,13 @@ def dspark_strategy_census(config_text: str) -> bool:
     >>> dspark_strategy_census('{"dflash_config": {"attention_mode": "gqa"}}')
     False
     """
-    raw = json.loads(config_text)
-    if not isinstance(raw, dict):
-        raise ValueError(f"config: expected a JSON object, found {type(raw).__name__}")
+    try:
+        return _declares_dspark(decode_json(config_text))
+    except ValueError as error:
+        raise ValueError(f"config: {error}") from None
+
+
+def _declares_dspark(raw: Mapping[str, Any]) -> bool:
     nested = table(raw, "dflash_config")
     return any("DSpark" in name for name in names(raw, "architectures")) or (
         nested.get("projector_type") == "dspark"
@@ -223,7 +226,7 @@ def parse_config(
         raise ValueError("is_neox_style: expected true (half-split rotary pairs), found false")
     act = keys.get("hidden_act", "silu")
     if act != "silu":
-        raise ValueError(f"hidden_act: expected 'silu', found {act!r}")
+        raise ValueError(f"hidden_act: expected 'silu', found {act!r:.200}")
     family = _family(raw)
     causal, window = _layer_masks(keys, layers, family)
     block_size = keys.positive_int("block_size")
@@ -262,7 +265,7 @@ def _precision(keys: Keys) -> Precision | None:
     value = keys.get("weight_precision")
     if value not in (None, *PRECISIONS):
         expected = ", ".join(PRECISIONS)
-        raise ValueError(f"weight_precision: expected one of {expected}, found {value!r}")
+        raise ValueError(f"weight_precision: expected one of {expected}, found {value!r:.200}")
     return value
 
 
@@ -339,7 +342,9 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
     nested = {**table(raw, "rope_scaling"), **table(raw, "rope_parameters")}
     # Per-layer-type rope tables describe models we do not build; never pick one silently.
     if any(isinstance(value, Mapping) for value in nested.values()):
-        raise ValueError(f"rope_parameters: expected one table, found one per {sorted(nested)}")
+        raise ValueError(
+            f"rope_parameters: expected one table, found one per {sorted(nested)!s:.200}"
+        )
     keys = Keys({"rope_theta": raw.get("rope_theta"), "rope_parameters": nested}, "rope_parameters")
     rope_type = nested.get("rope_type", nested.get("type", "default"))
     theta = keys.positive_float("rope_theta")
@@ -368,7 +373,7 @@ def parse_rope(raw: Mapping[str, Any]) -> RopeConfig:
             mscale_all_dim=keys.optional_float("mscale_all_dim"),
             truncate=keys.optional_bool("truncate") is not False,
         )
-    raise ValueError(f"rope_type: expected 'default', 'yarn' or 'llama3', found {rope_type!r}")
+    raise ValueError(f"rope_type: expected 'default', 'yarn' or 'llama3', found {rope_type!r:.200}")
 
 
 def check_against_target(
@@ -386,7 +391,7 @@ def check_against_target(
     if bad:
         raise ValueError(
             f"target_layer_ids: expected ids in 0..{num_layers - 1} "
-            f"(the target has {num_layers} layers), found {bad}"
+            f"(the target has {num_layers} layers), found {bad!s:.200}"
         )
     if config.num_target_layers is not None and config.num_target_layers != num_layers:
         raise ValueError(
@@ -411,10 +416,10 @@ def check_against_target(
 def _dspark(keys: Keys) -> DSparkConfig:
     kind = keys.get("markov_head_type")
     if kind not in (None, "vanilla", "gated", "rnn"):
-        raise ValueError(f"markov_head_type: expected vanilla, gated or rnn, found {kind!r}")
+        raise ValueError(f"markov_head_type: expected vanilla, gated or rnn, found {kind!r:.200}")
     rank = keys.get("markov_rank")
     if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 0):
-        raise ValueError(f"markov_rank: expected an integer >= 0, found {rank!r}")
+        raise ValueError(f"markov_rank: expected an integer >= 0, found {rank!r:.200}")
     confidence = keys.optional_bool("enable_confidence_head")
     with_markov = keys.optional_bool("confidence_head_with_markov")
     if rank == 0 and confidence and with_markov:
@@ -453,7 +458,7 @@ def _dflash2(keys: Keys, window: tuple[int | None, ...], block_size: int) -> DFl
 def _family(raw: Mapping[str, Any]) -> Family:
     if any("DFlash2DraftModel" in name for name in names(raw, "architectures")):
         return "dflash2"
-    return "dspark" if dspark_strategy_census(json.dumps(dict(raw))) else "dflash"
+    return "dspark" if _declares_dspark(raw) else "dflash"
 
 
 def _even(head_dim: int) -> int:
@@ -467,12 +472,14 @@ def _layer_masks(
 ) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
     types = keys.get("layer_types")
     if not isinstance(types, Sequence) or isinstance(types, str):
-        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r}")
+        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r:.200}")
     if len(types) != layers:
         raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
     unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
     if unknown:
-        raise ValueError(f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown}")
+        raise ValueError(
+            f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown!s:.200}"
+        )
     sliding = [t == "sliding_attention" for t in types]
     window = keys.optional_int("sliding_window")
     use = keys.optional_bool("use_sliding_window")
@@ -505,15 +512,15 @@ def _mask_token_id(
 ) -> int:
     mask, token = keys.get("mask_token_id"), keys.get("mask_token")
     if mask is None and token is not None:
-        mask = token_to_id(token) if token_to_id else None
+        mask = token_to_id(token) if token_to_id and isinstance(token, str) else None
         if mask is None:
             raise ValueError(
-                f"mask_token: expected a token of the target's vocabulary, found {token!r}"
+                f"mask_token: expected a token of the target's vocabulary, found {token!r:.200}"
             )
     if mask is None:
         raise ValueError("mask_token_id: expected the id of the mask token, found nothing")
-    if isinstance(mask, bool) or not isinstance(mask, int) or mask < 0:
-        raise ValueError(f"mask_token_id: expected a token id, found {mask!r}")
+    if isinstance(mask, bool) or not isinstance(mask, int) or not 0 <= mask <= LARGEST:
+        raise ValueError(f"mask_token_id: expected a token id, found {mask!r:.200}")
     if vocab_size is not None and mask >= vocab_size:
         raise ValueError(
             f"mask_token_id: expected an id below vocab_size {vocab_size}, found {mask}"
@@ -538,14 +545,14 @@ def _target_layer_ids(
             ids = [round(1 + i * (n - 4) / (k - 1)) for i in range(k)]
     valid = isinstance(ids, Sequence) and not isinstance(ids, str) and len(ids) > 0
     if not valid or any(isinstance(i, bool) or not isinstance(i, int) for i in ids):
-        raise ValueError(f"target_layer_ids: expected a list of layer ids, found {ids!r}")
+        raise ValueError(f"target_layer_ids: expected a list of layer ids, found {ids!r:.200}")
     if len(set(ids)) != len(ids):
-        raise ValueError(f"target_layer_ids: expected distinct ids, found {list(ids)}")
+        raise ValueError(f"target_layer_ids: expected distinct ids, found {list(ids)!s:.200}")
     upper = f"..{num_target_layers - 1}" if num_target_layers is not None else " and up"
     bad = [i for i in ids if i < 0 or (num_target_layers is not None and i >= num_target_layers)]
     if bad:
         raise ValueError(
             f"target_layer_ids: expected ids in 0{upper} "
-            f"(num_target_layers {num_target_layers}), found {bad}"
+            f"(num_target_layers {num_target_layers}), found {bad!s:.200}"
         )
     return tuple(ids)

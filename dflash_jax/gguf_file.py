@@ -16,6 +16,7 @@ import numpy as np
 
 from dflash_jax import quant
 from dflash_jax.extras import require
+from dflash_jax.keys import printable
 from dflash_jax.leaves import ALL
 from dflash_jax.quant import QuantizedLinear
 
@@ -36,7 +37,7 @@ class GGUFFile:
             self._data = np.memmap(self.directory, mode="r")
             self._read_header()
         except ValueError as error:
-            raise ValueError(f"{path}: not a readable GGUF file ({error})") from None
+            raise ValueError(f"{path}: not a readable GGUF file ({printable(error)})") from None
 
     def _read_header(self) -> None:
         header = _Header(self._data.data)
@@ -162,9 +163,10 @@ class _Header:
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape (slowest axis first), ggml type, offset in the data."""
         name = self.string()
-        dims = [self.scalar("Q") for _ in range(self.scalar("I"))]
-        if not 1 <= len(dims) <= 4:
-            raise ValueError(f"{name}: expected 1 to 4 axes, found {len(dims)}")
+        axes = self.scalar("I")
+        if not 1 <= axes <= 4:
+            raise ValueError(f"{name}: expected 1 to 4 axes, found {axes}")
+        dims = [self.scalar("Q") for _ in range(axes)]
         return name, tuple(reversed(dims)), self.scalar("I"), self.scalar("Q")
 
     def _code(self, kind: int) -> str:

@@ -95,12 +95,12 @@ def trim_head(draft: DFlashDraft, target: Any, ids: np.ndarray) -> DFlashDraft:
     return draft.replace(head=DraftHead(rows, d2t), markov=markov)
 
 
-def check_rows(config: DFlashConfig, rows: int) -> None:
+def check_rows(config: DFlashConfig, rows: int, name: str = "head_rows") -> None:
     """ValueError where a head of so many rows has fewer than the selector's candidates."""
     least = 1 if config.dflash2 is None else config.dflash2.selector_top_k
     if rows < least:
         raise ValueError(
-            f"head_rows: expected at least selector_top_k {least} candidates, found {rows}"
+            f"{name}: expected at least selector_top_k {least} candidates, found {rows}"
         )
 
 
@@ -130,7 +130,7 @@ def own_head_rows(files: Any, config: DFlashConfig, target: Any) -> int | None:
         )
     if not d2t:
         return None
-    check_rows(config, rows)
+    check_rows(config, rows, f"{files.directory}: lm_head.weight")
     return rows
 
 

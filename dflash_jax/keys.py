@@ -1,7 +1,6 @@
 """Typed look-ups in decoded JSON: errors name the key, what was expected and what was found."""
 
 import json
-import math
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +8,17 @@ from typing import Any
 
 LARGEST = 2**31 - 1
 """Sizes and token ids are int32 on the device."""
+LARGEST_FLOAT = 3.4e38
+"""Numbers are float32 there."""
+DEPTH = 64
+"""Objects and lists within each other: no config has so many, and Python's stack allows few more.
+"""
+
+
+def printable(text: Any, most: int = 300) -> str:
+    """What a file says, for an error text: one line, nothing that a terminal would act on."""
+    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:most])
+    return shown[:most]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -26,19 +36,51 @@ def read_json(path: Path) -> dict[str, Any]:
 def decode_json(text: str) -> dict[str, Any]:
     """A JSON object from its text; ValueError for anything else."""
     try:
-        raw = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"not JSON ({error})") from None
+        raw = json.loads(text, object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError(f"not JSON (more than {DEPTH} levels deep)") from None
+    except _Twice:
+        raise
+    except ValueError as error:
+        raise ValueError(f"not JSON ({printable(error)})") from None
+    if _deeper(raw, DEPTH):
+        raise ValueError(f"expected at most {DEPTH} levels of JSON, found more")
     if not isinstance(raw, dict):
         raise ValueError(f"expected a JSON object, found {type(raw).__name__}")
     return raw
+
+
+class _Twice(ValueError):
+    pass
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; readers disagree on which of two values for one key counts."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise _Twice(f"{twice!r:.60}: expected one value, found the key twice")
+    return made
+
+
+def _deeper(raw: Any, most: int) -> bool:
+    level = [raw]
+    for _ in range(most):
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return bool(level)
 
 
 def table(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A nested object of a config, empty where it is absent or null."""
     inner = raw.get(name)
     if inner is not None and not isinstance(inner, Mapping):
-        raise ValueError(f"{name}: expected an object, found {inner!r}")
+        raise ValueError(f"{name}: expected an object, found {inner!r:.200}")
     return inner or {}
 
 
@@ -47,7 +89,7 @@ def names(raw: Mapping[str, Any], name: str) -> list[str]:
     value = raw.get(name)
     items = [] if value is None else value
     if not isinstance(items, list) or not all(isinstance(item, str) for item in items):
-        raise ValueError(f"{name}: expected a list of names, found {value!r}")
+        raise ValueError(f"{name}: expected a list of names, found {value!r:.200}")
     return items
 
 
@@ -79,7 +121,8 @@ class Keys:
         for table, other in others:
             if other != value:
                 warnings.warn(
-                    f"{name}: {first} says {value!r}, {table} says {other!r}; using {value!r}",
+                    f"{name}: {first} says {value!r:.200}, {table} says {other!r:.200}; "
+                    f"using {value!r:.200}",
                     stacklevel=3,
                 )
         return value
@@ -87,7 +130,7 @@ class Keys:
     def optional_bool(self, name: str) -> bool | None:
         value = self.get(name)
         if value is not None and not isinstance(value, bool):
-            raise ValueError(f"{name}: expected true or false, found {value!r}")
+            raise ValueError(f"{name}: expected true or false, found {value!r:.200}")
         return value
 
     def positive_int(self, name: str) -> int:
@@ -101,9 +144,9 @@ class Keys:
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-            raise ValueError(f"{name}: expected a positive integer, found {value!r}")
+            raise ValueError(f"{name}: expected a positive integer, found {value!r:.200}")
         if value > LARGEST:
-            raise ValueError(f"{name}: expected an integer below 2**31, found {value}")
+            raise ValueError(f"{name}: expected an integer below 2**31, found {value!r:.60}")
         return value
 
     def positive_float(self, name: str, default: float | None = None) -> float:
@@ -119,6 +162,6 @@ class Keys:
         if value is None:
             return None
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value):
-            raise ValueError(f"{name}: expected a finite number, found {value!r}")
+        if not number or not -LARGEST_FLOAT <= value <= LARGEST_FLOAT:  # nor NaN
+            raise ValueError(f"{name}: expected a finite number, found {value!r:.200}")
         return float(value)

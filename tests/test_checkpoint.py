@@ -314,7 +314,7 @@ def test_one_layer_less_is_refused(saved):
 
 def test_integer_weights_are_refused(saved):
     edit(saved, **{"norm.weight": np.ones(32, np.int32)})
-    with pytest.raises(ValueError, match=r"norm\.weight: expected F32, .*, found int32"):
+    with pytest.raises(ValueError, match=r"norm\.weight: expected F32, .*, found I32"):
         load_draft(saved)
 
 

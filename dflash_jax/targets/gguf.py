@@ -14,7 +14,7 @@ from dflash_jax.keys import Keys, token_id
 from dflash_jax.layers import rope_frequencies
 from dflash_jax.leaves import load_tree
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
-from dflash_jax.targets.hf import table
+from dflash_jax.targets.hf import layer_count, table
 
 ARCHITECTURES = ("llama", "qwen3")
 
@@ -107,7 +107,9 @@ def parse_config(file: GGUFFile) -> DecoderConfig:
     arch = metadata.get("general.architecture")
     if arch not in ARCHITECTURES:
         supported = " or ".join(map(repr, ARCHITECTURES))
-        raise NotImplementedError(f"general.architecture: expected {supported}, found {arch!r}")
+        raise NotImplementedError(
+            f"general.architecture: expected {supported}, found {arch!r:.200}"
+        )
     # A few settings may be given layer by layer; only one value for all of them is run here.
     keys = Keys({name: _uniform(name, value) for name, value in metadata.items()})
 
@@ -123,7 +125,7 @@ def parse_config(file: GGUFFile) -> DecoderConfig:
         )
     dim = keys.optional_int(f"{arch}.attention.key_length") or hidden // heads
     _refuse_unsupported(keys, arch, dim)
-    layers = positive("block_count")
+    layers = layer_count(keys, f"{arch}.block_count", file)
     rows = file.shape(NAMES["embedding"])[0] if NAMES["embedding"] in file.names() else 0
     return DecoderConfig(
         hidden_size=hidden,
@@ -148,12 +150,12 @@ def _refuse_unsupported(keys: Keys, arch: str, head_dim: int) -> None:
     for name in ("expert_count", "attention.sliding_window", "attention.scale", "logit_scale"):
         value = keys.get(f"{arch}.{name}")
         if value:
-            raise NotImplementedError(f"{arch}.{name}: expected none, found {value!r}")
+            raise NotImplementedError(f"{arch}.{name}: expected none, found {value!r:.200}")
     for name in ("attention.value_length", "rope.dimension_count"):
         value = keys.get(f"{arch}.{name}", head_dim)
         if value != head_dim:
             raise NotImplementedError(
-                f"{arch}.{name}: expected the head size {head_dim}, found {value!r}"
+                f"{arch}.{name}: expected the head size {head_dim}, found {value!r:.200}"
             )
 
 
@@ -161,7 +163,9 @@ def _uniform(name: str, value: Any) -> Any:
     if not isinstance(value, list) or name.startswith(("tokenizer.", "general.")):
         return value
     if len(set(value)) != 1:
-        raise NotImplementedError(f"{name}: expected one value for all layers, found {value}")
+        raise NotImplementedError(
+            f"{name}: expected one value for all layers, found {value!s:.200}"
+        )
     return value[0]
 
 
@@ -170,7 +174,7 @@ def _rope(file: GGUFFile, keys: Keys, arch: str, head_dim: int) -> RopeConfig:
     scaling = f"{arch}.rope.scaling."
     kind = keys.get(scaling + "type", "none")
     if kind not in ("none", "yarn"):
-        raise NotImplementedError(f"{scaling}type: expected 'none' or 'yarn', found {kind!r}")
+        raise NotImplementedError(f"{scaling}type: expected 'none' or 'yarn', found {kind!r:.200}")
     if kind == "none":
         plain = RopeConfig(theta=theta)
         return _llama3_rope(file, plain, head_dim) if ROPE_FACTORS in file.names() else plain

@@ -13,6 +13,7 @@ from dflash_jax.checkpoint import (
     COMPARED,
     Entry,
     TensorFiles,
+    TensorSource,
     check_shapes,
     compute_dtype,
     listing,
@@ -136,7 +137,7 @@ def parse_config(
     keys = Keys(raw)
     model_type = keys.get("model_type")
     _refuse_unsupported(raw, keys, model_type)
-    layers = keys.positive_int("num_hidden_layers")
+    layers = layer_count(keys, "num_hidden_layers", files)
     hidden, heads = keys.positive_int("hidden_size"), keys.positive_int("num_attention_heads")
     kv_heads = keys.optional_int("num_key_value_heads") or heads
     if heads % kv_heads:
@@ -165,15 +166,25 @@ def parse_config(
     )
 
 
+def layer_count(keys: Keys, name: str, files: TensorSource) -> int:
+    """The number of layers; ValueError where a file has fewer tensors than that."""
+    layers, tensors = keys.positive_int(name), len(files.names())
+    if layers > tensors:
+        raise ValueError(
+            f"{name}: expected at most the {tensors} tensors there are, found {layers}"
+        )
+    return layers
+
+
 def _refuse_unsupported(raw: Mapping[str, Any], keys: Keys, model_type: Any) -> None:
     if model_type not in MODEL_TYPES:
         raise NotImplementedError(
-            f"model_type: expected {' or '.join(map(repr, MODEL_TYPES))}, found {model_type!r}"
+            f"model_type: expected {' or '.join(map(repr, MODEL_TYPES))}, found {model_type!r:.200}"
         )
     if keys.get("quantization_config"):
         method = nested_table(raw, "quantization_config").get("quant_method")
         raise NotImplementedError(
-            f"quantization_config: expected bf16, f16 or f32 weights, found {method!r}"
+            f"quantization_config: expected bf16, f16 or f32 weights, found {method!r:.200}"
         )
     for name in ("attention_bias", "mlp_bias"):
         if keys.optional_bool(name):
@@ -182,11 +193,11 @@ def _refuse_unsupported(raw: Mapping[str, Any], keys: Keys, model_type: Any) -> 
         raise NotImplementedError("is_neox_style: expected true (half-split), found false")
     act = keys.get("hidden_act", "silu")
     if act != "silu":
-        raise NotImplementedError(f"hidden_act: expected 'silu', found {act!r}")
+        raise NotImplementedError(f"hidden_act: expected 'silu', found {act!r:.200}")
     rope = nested_table(raw, "rope_parameters") or nested_table(raw, "rope_scaling")
     for rotary in (keys.get("partial_rotary_factor"), rope.get("partial_rotary_factor")):
         if rotary not in (None, 1.0):
-            raise NotImplementedError(f"partial_rotary_factor: expected 1, found {rotary!r}")
+            raise NotImplementedError(f"partial_rotary_factor: expected 1, found {rotary!r:.200}")
 
 
 def _head_dim(keys: Keys, model_type: str, hidden: int, heads: int) -> int:
@@ -213,16 +224,18 @@ def _layer_window(keys: Keys, layers: int) -> tuple[int | None, ...]:
     if types is None:
         first = keys.get("max_window_layers", 28)  # transformers' default
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
-            raise ValueError(f"max_window_layers: expected a number of layers, found {first!r}")
+            raise ValueError(
+                f"max_window_layers: expected a number of layers, found {first!r:.200}"
+            )
         return tuple(window if i >= first else None for i in range(layers))
     if not isinstance(types, list):
-        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r}")
+        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r:.200}")
     if len(types) != layers:
         raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
     unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
     if unknown:
         raise NotImplementedError(
-            f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown}"
+            f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown!s:.200}"
         )
     if "sliding_attention" in types and window is None:
         raise ValueError(
@@ -235,7 +248,7 @@ def _embedding_rows(files: TensorFiles, vocab_size: int) -> int:
     name = NAMES["embedding"]
     if name not in files.names():
         return vocab_size  # check_shapes names it among all that is missing
-    rows = files.shape(name)[0]
+    rows = next(iter(files.shape(name)), 0)
     if rows < vocab_size:
         raise ValueError(
             f"vocab_size: expected at most the {rows} rows of {name}, found {vocab_size}"
@@ -285,7 +298,7 @@ def _ids(raw: Mapping[str, Any], name: str) -> list[int]:
     value = raw.get(name)
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(isinstance(i, bool) or not isinstance(i, int) or not 0 <= i <= LARGEST for i in ids):
-        raise ValueError(f"{name}: expected a token id or a list of them, found {value!r}")
+        raise ValueError(f"{name}: expected a token id or a list of them, found {value!r:.200}")
     return ids
 
 
