@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -376,7 +377,7 @@ def save_draft(draft: DFlashDraft, directory: str | Path, *, storage: str | None
 
     storage: None keeps floats' dtype and quantised projections as they are (the config then names
     their precision); "int8" writes a float drafter's matrices as int8 rows with f32 scales
-    (`quant.quantize_rows`), norms as they are.
+    (`quant.quantize_rows`), norms as they are. A save that fails leaves what was there before.
     """
     if storage not in (None, "int8"):
         raise ValueError(f"storage: expected None or 'int8', found {storage!r}")
@@ -388,7 +389,7 @@ def save_draft(draft: DFlashDraft, directory: str | Path, *, storage: str | None
     if directory.suffix == ".gguf":
         if "int8" in (precision, storage):
             raise ValueError(f"{directory}: expected q8_0, q4_0 or floats in GGUF, found int8 rows")
-        write_gguf(directory, {GGUF_CONFIG: config}, tensors)
+        _replace({directory: lambda path: write_gguf(path, {GGUF_CONFIG: config}, tensors)})
         return
     if (directory / INDEX).exists():
         # Loaders would go by the index, and read what lay there before.
@@ -402,8 +403,28 @@ def save_draft(draft: DFlashDraft, directory: str | Path, *, storage: str | None
             stored[name], stored[name + quant.SCALE] = tensor.values, tensor.scales
         else:
             stored[name] = np.ascontiguousarray(tensor)
-    (directory / "config.json").write_text(config, encoding="utf-8")
-    save_file(stored, directory / WEIGHTS, metadata={"format": "pt"})
+    _replace(
+        {
+            directory / WEIGHTS: lambda path: save_file(stored, path, metadata={"format": "pt"}),
+            directory / "config.json": lambda path: path.write_text(config, encoding="utf-8"),
+        }
+    )
+
+
+def _replace(writers: Mapping[Path, Callable[[Path], Any]]) -> None:
+    """Write files under names of their own, and rename them once all are whole.
+
+    What was there stays as it was where a write fails.
+    """
+    fresh = {path.with_name(f".{path.name}.{os.getpid()}.part"): path for path in writers}
+    try:
+        for part, path in fresh.items():
+            writers[path](part)
+        for part, path in fresh.items():
+            part.replace(path)
+    finally:
+        for part in fresh:
+            part.unlink(missing_ok=True)
 
 
 def named_tensors(draft: DFlashDraft) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -250,6 +251,42 @@ def test_int8_tensors_need_their_scales(tmp_path):
     edit(tmp_path, **{"fc.weight" + quant.SCALE: None})
     with pytest.raises(ValueError, match=r"int8 tensors without scales fc\.weight\.scale"):
         load_draft(tmp_path)
+
+
+@pytest.mark.parametrize("broken", ["weights", "config", "rename"])
+def test_a_save_that_fails_leaves_what_was_there(saved, broken, monkeypatch):
+    before = {file.name: file.read_bytes() for file in saved.iterdir()}
+
+    def fail(path, *_, **__):
+        raise OSError(28, "No space left on device")
+
+    def half(tensors, path, **_):
+        Path(path).write_bytes(before[WEIGHTS][:100])
+        fail(path)
+
+    if broken == "weights":
+        monkeypatch.setattr("dflash_jax.checkpoint.save_file", half)
+    else:
+        monkeypatch.setattr(Path, "write_text" if broken == "config" else "replace", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save_draft(tiny_draft(seed=2), saved)
+    assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
+    load_draft(saved)
+
+
+def test_a_gguf_save_that_fails_leaves_what_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "tiny.gguf"
+    save_draft(tiny_draft(), file)
+    before = file.read_bytes()
+
+    def half(path, *_):
+        path.write_bytes(before[:100])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dflash_jax.checkpoint.write_gguf", half)
+    with pytest.raises(OSError, match="No space left"):
+        save_draft(tiny_draft(), file)
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
 
 
 def test_unknown_storage_is_refused(tmp_path):
