@@ -22,6 +22,7 @@ from dflash_jax.corpus import Corpus
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.losses import Recipe
 from dflash_jax.session import generate
+from dflash_jax.sharding import named_leaves
 from dflash_jax.targets import Target
 from dflash_jax.training import (
     Batch,
@@ -74,7 +75,8 @@ def train(
 ) -> TrainState:
     """Step until the schedule ends, `stop_at` or the deadline; log, export and save on the way.
 
-    Stopping and resuming gives the same weights as not stopping.
+    Stopping and resuming gives the same weights as not stopping. ValueError at the first loss, or
+    before a save whose weights, are not finite; state and drafter are then as they were last saved.
     """
     last = min(schedule.steps, options.stop_at or schedule.steps)
     step = first = int(state.step)
@@ -94,6 +96,8 @@ def train(
         rate = jnp.float32(schedule.rate(step))
         seed = jnp.uint32(options.seed)
         state, metrics = train_step(everywhere, state, batch, seed, rate, recipe, dtype, mesh)
+        if window:  # the step before: its figures are there while this one computes
+            _check_loss(float(window[-1].loss), step)
         window.append(metrics)
         step += 1
         if step == first + 1:
@@ -105,10 +109,10 @@ def train(
             row = {"step": step, "rate": schedule.rate(step - 1)}
             row |= add_metrics(window).summary()
             window = []
-            if not np.isfinite(row["loss"]):
-                raise ValueError(f"loss: expected a finite number, found {row['loss']} at {step}")
+            _check_loss(float(metrics.loss), step)
             if heldout is not None and due:
                 held = eval_step(everywhere, state.ema, heldout, recipe, dtype).summary()
+                _check_loss(held["loss"], step, "held-out loss")
                 row |= {f"heldout_{name}": value for name, value in held.items()}
             now = time.monotonic()
             speed = (step - first - 1) / (now - compiled)
@@ -116,22 +120,31 @@ def train(
             left = (last - step) / speed if speed else 0.0
             report(_progress(row, speed, min(options.deadline - now, left)))
             if now - saved > options.save_every:
-                save_state(state, options.state)
-                export(state, options)
+                _save(state, options)
                 saved = now
+    _save(state, options)
+    return state
+
+
+def _check_loss(loss: float, step: int, name: str = "loss") -> None:
+    if not np.isfinite(loss):
+        raise ValueError(f"{name}: expected a finite number, found {loss} at step {step}")
+
+
+def _save(state: TrainState, options: RunOptions) -> None:
+    for path, leaf in named_leaves((state.draft, state.ema)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
+            raise ValueError(
+                f"weights: expected finite numbers, found others in {path} at step {state.step}"
+            )
     save_state(state, options.state)
     export(state, options)
-    return state
 
 
 def export(state: TrainState, options: RunOptions) -> None:
     """Write the averaged weights as a drafter; an older one is replaced once it is whole."""
-    fresh = options.state.parent / (options.out.name + ".new")
     draft = state.ema if options.storage == "int8" else cast(state.ema, jnp.bfloat16)
-    save_draft(draft, fresh, storage=options.storage)
-    options.out.mkdir(parents=True, exist_ok=True)
-    for file in fresh.iterdir():
-        (options.out / file.name).write_bytes(file.read_bytes())
+    save_draft(draft, options.out, storage=options.storage)
 
 
 class Log:

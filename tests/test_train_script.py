@@ -1,6 +1,7 @@
 """`scripts/train_drafter.py` from records to a drafter that loads."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,16 @@ def test_a_run_stopped_and_resumed_is_one_run(run):
     assert (out / "model.safetensors").read_bytes() == (
         out.parent / "whole" / "model.safetensors"
     ).read_bytes()
+
+
+def test_a_run_that_diverges_stops_and_exports_nothing(run, capsys):
+    code, out = run("diverged", *SHAPE, "--lr", 1e30)
+    assert code == 2
+    line = capsys.readouterr().err
+    assert re.search(r"(loss|weights): expected (a finite number|finite numbers), found", line)
+    assert line.count("\n") == 1
+    assert not (out / "model.safetensors").exists()
+    assert not list(out.parent.glob("diverged*/*.safetensors"))
 
 
 def test_what_cannot_run_is_one_line(run, capsys):
