@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dflash_jax import hosted, loop
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, generate
 from dflash_jax.targets import AnyTarget
 
@@ -63,8 +64,14 @@ def compare(
 ) -> Comparison:
     """Decode `prompt` with and without the drafter (options: those of `SpecSession`).
 
+    Greedy decoding alone: ValueError for a temperature above 0, and for a batch of prompts.
     Call it twice, or after a warm-up of the same shapes, for timings without compilation.
     """
+    for params in _each(options.get("sampling", ())):
+        if not params.greedy:  # draws differ between the ways, and say nothing of the drafter
+            raise ValueError(
+                f"sampling: expected greedy decoding, found temperature {params.temperature}"
+            )
     speculative = generate(target, draft, prompt, max_new_tokens, **options)
     if isinstance(speculative, list):
         raise ValueError(f"prompt: expected token ids of one, found {len(speculative)} prompts")
@@ -77,6 +84,10 @@ def compare(
         padded_difference=first_difference(target, prompt, speculative, padded),
         plain_difference=first_difference(target, prompt, speculative, plain),
     )
+
+
+def _each(sampling: SamplingParams | Sequence[SamplingParams]) -> Sequence[SamplingParams]:
+    return [sampling] if isinstance(sampling, SamplingParams) else sampling
 
 
 def plain_options(options: Mapping[str, Any]) -> dict[str, Any]:

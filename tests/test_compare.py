@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from targets import right_draft, table_target, trained_pair, wrong_draft
 
-from dflash_jax import compare, generate
+from dflash_jax import SamplingParams, compare, generate
 from dflash_jax.compare import first_difference, top2_gap
 
 TEXT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
@@ -19,6 +19,19 @@ def test_a_batch_is_refused():
     target = table_target(CYCLE)
     with pytest.raises(ValueError, match="prompt: expected token ids of one, found 2 prompts"):
         compare(target, right_draft(target), [[1], [2]], 5)
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_sampling_is_refused(many):
+    target, sampling = table_target(CYCLE), SamplingParams(temperature=0.7)
+    with pytest.raises(ValueError, match=r"sampling: expected greedy .*, found temperature 0\.7"):
+        compare(target, right_draft(target), [1], 5, sampling=[sampling] if many else sampling)
+
+
+def test_a_temperature_too_small_to_sample_is_compared():
+    target = table_target(CYCLE)
+    tiny = SamplingParams(temperature=1e-9)
+    assert compare(target, right_draft(target), [1], 5, sampling=tiny).lossless
 
 
 def test_the_same_tokens_three_ways():
