@@ -11,6 +11,7 @@ token comes from its hidden row at anchor + k - 1.
 
 import dataclasses
 import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -205,20 +206,42 @@ def block_hidden(
       segment, anchors: `[B, T]`, `[B, A]`.
     """
     config = draft.config
+    q_pos, k_pos = block_positions(segment, anchors, noise.shape[2])
+    tables = partial(rope_tables, config.rope, config.head_dim)
+
+    def mask(index: int) -> jax.Array:
+        causal, window = config.layer_causal[index], config.layer_window[index]
+        return attention_mask(q_pos, k_pos, causal=causal, window=window)
+
+    return run_blocks(draft, feats, noise, q_pos, segment_positions(segment), tables, mask)
+
+
+def run_blocks(
+    draft: DFlashDraft,
+    feats: jax.Array,
+    noise: jax.Array,
+    q_pos: jax.Array,
+    ctx_pos: jax.Array,
+    tables: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
+    mask: Callable[[int], jax.Array],
+) -> jax.Array:
+    """`block_hidden` where rope and masks are given: the final hidden rows `[B, A, b, H]`.
+
+    Args:
+      feats, noise: as there. q_pos `[B, A, b]`, ctx_pos `[B, T]`: positions of block and context.
+      tables: cos and sin `[..., D / 2]` at positions `[...]`. mask: of a layer, by its index: which
+        keys (T context rows, then the block's own) each row sees, `[B, A, b, T + b]`.
+    """
+    config = draft.config
     batch, count, block, hidden = noise.shape
-    q_pos, k_pos = block_positions(segment, anchors, block)
-    ctx_rope = rope_tables(config.rope, config.head_dim, segment_positions(segment))
-    row_rope = rope_tables(config.rope, config.head_dim, q_pos.reshape(batch, count * block))
+    ctx_rope, row_rope = tables(ctx_pos), tables(q_pos.reshape(batch, count * block))
 
     def run_layer(index, layer, x, feats):
-        mask = attention_mask(
-            q_pos, k_pos, causal=config.layer_causal[index], window=config.layer_window[index]
-        )
-        mask = jnp.broadcast_to(mask, (*q_pos.shape, k_pos.shape[-1]))
+        seen = jnp.broadcast_to(mask(index), (*q_pos.shape, ctx_pos.shape[1] + block))
         context = context_kv(config, layer, feats, *ctx_rope)
 
         def attend(qkv):
-            return _attend(*context, mask, *block_qkv(config, layer, qkv, *row_rope))
+            return _attend(*context, seen, *block_qkv(config, layer, qkv, *row_rope))
 
         return layer_forward(config, layer, x, attend)
 
