@@ -23,9 +23,8 @@ from dflash_jax.markov import confidence_raws, teacher_logits
 from dflash_jax.targets import dense
 from dflash_jax.training import block_positions, run_blocks
 
-WORST = -20.0
+WORST = -6.0
 """Least log-probability counted: one hopeless token shall not outweigh all others."""
-RAW_LAST = "raw"
 CANDIDATES = 16
 """A DFlash2 setting may offer up to so many candidates (or the stated number, where larger)."""
 
@@ -51,7 +50,7 @@ class Sight:
 
     ids `[B, T]`; best `[B, T]`: the target's choice after each token; layers `[B, T, N + 2, H]`:
     the embedding, every layer's output, and the last one's after the final norm.
-    anchors `[B, A]`: tokens to draft from.
+    anchors `[B, A]`: tokens to draft from; what follows them is the target's greedy text.
     """
 
     ids: jax.Array
@@ -90,10 +89,10 @@ class Knobs:
 class Scores:
     """Teacher-forced drafting, slot by slot `[n, S]`, one row an anchor.
 
-    known: there is a label, the target's own greedy token after a text that is greedy so far.
-    correct: the draft is it. logp: the drafter's log-probability of it, no less than WORST (the
-    selector's, for DFlash2). raws: of DSpark's confidence head, before the sigmoid. finite: no
-    hidden row or logit was NaN or infinite.
+    known: the slot is drafted, and the text there is what the target writes greedily. correct: the
+    draft is the text's token. logp: the drafter's log-probability of it, no less than WORST (among
+    the selector's candidates, for DFlash2). raws: of DSpark's confidence head, before the sigmoid.
+    finite: no logit was NaN or infinite. texts: how many the anchors lie in, equally many in each.
     """
 
     known: np.ndarray
@@ -101,6 +100,7 @@ class Scores:
     logp: np.ndarray
     raws: np.ndarray | None
     finite: bool
+    texts: int
 
     @property
     def first(self) -> float:
@@ -191,13 +191,13 @@ class Probe:
         out = _score(self._target, draft, sight, numbers, self._slots, self._rows)
         known, correct, logp, raws, finite = jax.tree.map(np.asarray, out)
         logp = np.where(np.isfinite(logp), np.maximum(logp, WORST), WORST)
-        used = known[:, 0]
         return Scores(
-            known=known[used],
-            correct=(correct & known)[used],
-            logp=np.where(known, logp, 0.0)[used],
-            raws=None if raws is None else raws[used],
+            known=known,
+            correct=correct & known,
+            logp=np.where(known, logp, 0.0),
+            raws=raws,
             finite=bool(finite),
+            texts=sight.ids.shape[0],
         )
 
 
@@ -236,9 +236,9 @@ def _score(target, draft, sight, knobs, slots, rows):
     def pick(table, index):
         return jnp.take_along_axis(table, index.reshape(batch, -1), 1).reshape(index.shape)
 
-    labels, previous = pick(sight.best, at), pick(sight.ids, at)
-    agrees = (previous == jnp.roll(labels, 1, axis=-1)) | (slot == 0)
-    known = (jnp.cumprod(agrees & inside, axis=-1) > 0) & (knobs.first + slot < knobs.block)
+    labels, previous = pick(sight.ids, at + 1), pick(sight.ids, at)
+    greedy = jnp.cumprod(labels == pick(sight.best, at), axis=-1) > 0
+    known = greedy & inside & (knobs.first + slot < knobs.block)
     # The whole vocabulary's logits exist for one text at a time.
     head = partial(_score_rows, target, draft, knobs)
     correct, logp, finite = jax.lax.map(lambda xs: head(*xs), (hidden, previous, labels))
@@ -247,7 +247,7 @@ def _score(target, draft, sight, knobs, slots, rows):
         raws = jax.vmap(jax.vmap(partial(confidence_raws, draft.confidence, draft.markov)))
         raws = raws(hidden, previous).reshape(-1, slots)
     flat = [x.reshape(-1, slots) for x in (known, correct, logp)]
-    return *flat, raws, jnp.all(finite | ~known)
+    return *flat, raws, jnp.all(finite | ~known.reshape(finite.shape))
 
 
 def _score_rows(target, draft, knobs, hidden, previous, labels):

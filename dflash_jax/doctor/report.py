@@ -1,0 +1,89 @@
+"""What the doctor found, for people (one screen) and for programs (JSON)."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One fault. where: "loading", "config", "tensors" or "self-test"; name: the config's key or the
+    tensor (or several); text: what is wrong with it.
+    """
+
+    where: str
+    name: str
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfTest:
+    """What the drafter accepted on the target's own greedy texts.
+
+    position1: share of anchors whose first draft was right; floor: the same for a guess by word
+    pairs. slots: the same for every slot, given that the ones before were right or not.
+    tokens: a round, the target's own one included. tried, left: other settings, and those there was
+    no time for. confidence: mean predicted and mean true acceptance, None without a head.
+    """
+
+    texts: int
+    anchors: int
+    position1: float
+    floor: float
+    slots: list[float]
+    tokens: float
+    tried: int
+    left: int
+    confidence: tuple[float, float] | None = None
+
+
+@dataclasses.dataclass
+class Report:
+    """Everything about one drafter. `trials` holds each other setting's figures, best first."""
+
+    draft: str
+    target: str
+    family: str | None
+    findings: list[Finding]
+    self_test: SelfTest | None = None
+    trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    seed: int = 0
+    seconds: float = 0.0
+    versions: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def healthy(self) -> bool:
+        """Nothing found."""
+        return not self.findings
+
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"healthy": self.healthy} | dataclasses.asdict(self)
+
+    def text(self, most: int = 16) -> str:
+        """One screen."""
+        kind = f"{self.family} drafter" if self.family else "drafter"
+        lines = [f"{self.draft}: {kind} for {self.target}"]
+        test = self.self_test
+        if test is None:
+            lines.append("self-test   not run")
+        else:
+            lines += [
+                f"self-test   position 1 {test.position1:.2f} (word pairs {test.floor:.2f}), "
+                f"{test.tokens:.2f} tokens a round, {test.anchors} anchors in {test.texts} texts",
+                "  by slot   " + " ".join(f"{rate:.2f}" for rate in test.slots),
+                f"  settings  {test.tried} others tried"
+                + (f", {test.left} left out for time" if test.left else ""),
+            ]
+            if test.confidence is not None:
+                said, true = test.confidence
+                lines.append(f"  confidence  says {said:.2f}, accepted {true:.2f}")
+        for finding in self.findings[:most]:
+            lines.append(f"FAULT [{finding.where}] {finding.name}: {finding.text}")
+        if len(self.findings) > most:
+            lines.append(f"... and {len(self.findings) - most} more (--json lists all)")
+        lines.append(
+            f"healthy ({self.seconds:.0f} s)"
+            if self.healthy
+            else f"{len(self.findings)} found ({self.seconds:.0f} s)"
+        )
+        return "\n".join(lines)
