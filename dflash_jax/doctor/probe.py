@@ -15,7 +15,7 @@ import numpy as np
 from flax import struct
 
 from dflash_jax import selector
-from dflash_jax.config import DFlashConfig, DSparkHarvest
+from dflash_jax.config import DFlashConfig, DSparkHarvest, RopeConfig
 from dflash_jax.draft import DFlashDraft, ctx_features
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import linear, rope_frequencies
@@ -174,6 +174,32 @@ def knobs(setting: Setting, target_layers: int) -> Knobs:
     )
 
 
+def bare(draft: DFlashDraft) -> DFlashDraft:
+    """The drafter without the statements that a setting makes, so that all share one program."""
+    config, head = draft.config, draft.dflash2
+    if head is not None:
+        most = min(max(head.top_k, CANDIDATES), head.successor.shape[0])
+        head = head.replace(top_k=most)
+    silent = dataclasses.replace(
+        config,
+        family="dflash",
+        rms_norm_eps=0.0,
+        rope=RopeConfig(1.0),
+        block_size=0,
+        mask_token_id=0,
+        target_layer_ids=tuple(range(len(config.target_layer_ids))),
+        layer_causal=(),
+        layer_window=(),
+        num_target_layers=None,
+        input_embedding_scale=1.0,
+        output_multiplier=1.0,
+        final_logit_softcapping=None,
+        dspark=None,
+        dflash2=None,
+    )
+    return draft.replace(config=silent, dflash2=head)
+
+
 class Probe:
     """Scores settings of one drafter; every call with the same `slots` and `rows` is one program.
 
@@ -188,7 +214,7 @@ class Probe:
         """Draft at every anchor of `sight` under `setting`."""
         draft = self._draft if setting.edit is None else setting.edit(self._draft)
         numbers = knobs(setting, len(self._target.layers))
-        out = _score(self._target, draft, sight, numbers, self._slots, self._rows)
+        out = _score(self._target, bare(draft), sight, numbers, self._slots, self._rows)
         known, correct, logp, raws, finite = jax.tree.map(np.asarray, out)
         logp = np.where(np.isfinite(logp), np.maximum(logp, WORST), WORST)
         return Scores(
@@ -281,10 +307,9 @@ def _score_rows(target, draft, knobs, hidden, previous, labels):
 
 def _candidate_scores(head, knobs, logits, hidden, previous):
     """DFlash2's scores `[A, S, K]` of its candidates after the given tokens, and the candidates."""
-    most = min(max(head.top_k, CANDIDATES), logits.shape[-1])
-    unary, cand = selector.top_candidates(logits, most, "xla")
+    unary, cand = selector.top_candidates(logits, head.top_k, "xla")
     weights = head.predecessor[previous].astype(jnp.float32)
     weights = weights * selector.hidden_projection(head, hidden)
     pairs = jnp.sum(weights[..., None, :] * head.successor[cand].astype(jnp.float32), axis=-1)
-    offered = jnp.arange(most) < knobs.top_k
+    offered = jnp.arange(head.top_k) < knobs.top_k
     return jnp.where(offered, unary + pairs, jnp.finfo(jnp.float32).min), cand

@@ -6,8 +6,10 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One fault. where: "loading", "config", "tensors" or "self-test"; name: the config's key or the
-    tensor (or several); text: what is wrong with it.
+    """One fault.
+
+    where: "loading", "config", "tensors" or "self-test". name: the config's key, or the tensors.
+    text: what is wrong with it.
     """
 
     where: str

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from dflash_jax.checkpoint import tensor_table
 from dflash_jax.config import DFlashConfig, DSparkHarvest, RopeConfig
@@ -56,9 +56,7 @@ def suspects(
         known = {f.name for f in dataclasses.fields(Setting)}
         ours = {k: v for k, v in changes.items() if k in known}
         rest = {k: v for k, v in changes.items() if k not in known}
-        setting = dataclasses.replace(
-            base, config=dataclasses.replace(config, **rest), **ours
-        )
+        setting = dataclasses.replace(base, config=dataclasses.replace(config, **rest), **ours)
         return Suspect(name, str(says), setting, calibrates)
 
     for taps in other_taps(config.target_layer_ids, layers):
@@ -110,9 +108,7 @@ def _logit_suspects(config: DFlashConfig, other: Callable[..., Suspect]) -> Iter
 def other_taps(taps: tuple[int, ...], layers: int) -> Iterator[tuple[int, ...]]:
     """All shifted by one or two, in another order, and one alone moved."""
     shifted = [tuple(t + by for t in taps) for by in (-1, 1, -2, 2)]
-    moved = [
-        (*taps[:i], taps[i] + by, *taps[i + 1 :]) for by in (-1, 1) for i in range(len(taps))
-    ]
+    moved = [(*taps[:i], taps[i] + by, *taps[i + 1 :]) for by in (-1, 1) for i in range(len(taps))]
     if len(taps) * layers <= MOST_ORDERS:
         moved += [(*taps[:i], t, *taps[i + 1 :]) for i in range(len(taps)) for t in range(layers)]
     found = [*shifted, *orders(taps), *moved]
@@ -169,36 +165,41 @@ def other_windows(
     yield from (other for other in dict.fromkeys(found) if other not in (windows, visible))
 
 
-# --- other weights ---------------------------------------------------------------------------------
+# --- other weights --------------------------------------------------------------------------------
 
 Edit = Callable[[DFlashDraft], DFlashDraft]
 
 
 class Tensors:
-    """A drafter's tensors by the names they have on disk, to be read and replaced."""
+    """A drafter's tensors by the names they have on disk, to be read and replaced.
+
+    Everything happens on the host: a hundred edits of as many shapes would each be compiled.
+    """
 
     def __init__(self, draft: DFlashDraft):
-        self.draft = draft
         self._table = tensor_table(draft.config)
         flat, self._tree = jax.tree_util.tree_flatten_with_path(draft)
         paths = [jax.tree_util.keystr(p, simple=True, separator=".") for p, _ in flat]
         self._leaves = dict(zip(paths, [leaf for _, leaf in flat], strict=True))
 
-    def get(self, name: str) -> jax.Array:
+    def get(self, name: str) -> np.ndarray:
+        """The tensor, not to be written to."""
         entry = self._table[name]
-        return self._leaves[entry.leaf][entry.start : entry.start + entry.shape[0]]
+        return np.asarray(self._leaves[entry.leaf])[entry.start : entry.start + entry.shape[0]]
 
-    def set(self, name: str, value: jax.Array) -> None:
+    def set(self, name: str, value: np.ndarray) -> None:
+        """Put `value` in its place."""
         entry = self._table[name]
-        leaf = self._leaves[entry.leaf]
-        rows = slice(entry.start, entry.start + entry.shape[0])
-        self._leaves[entry.leaf] = leaf.at[rows].set(value.astype(leaf.dtype))
+        leaf = np.array(self._leaves[entry.leaf])
+        leaf[entry.start : entry.start + entry.shape[0]] = value
+        self._leaves[entry.leaf] = leaf
 
     def done(self) -> DFlashDraft:
+        """The drafter with all that was set."""
         return jax.tree_util.tree_unflatten(self._tree, list(self._leaves.values()))
 
 
-def replaced(names: Sequence[str], change: Callable[..., Sequence[jax.Array]]) -> Edit:
+def replaced(names: Sequence[str], change: Callable[..., Sequence[np.ndarray]]) -> Edit:
     """The edit that gives tensors `names` what `change` makes of their values."""
 
     def edit(draft: DFlashDraft) -> DFlashDraft:
@@ -240,7 +241,7 @@ def weight_suspects(base: Setting) -> Iterator[Suspect]:
             yield other(name, says, replaced((name,), lambda x, change=change: (change(x),)))
     yield from _rotary_suspects(config, other)
     for names, says in silences(config):
-        quiet = replaced(names, lambda *xs: tuple(map(jnp.zeros_like, xs)))
+        quiet = replaced(names, lambda *xs: tuple(map(np.zeros_like, xs)))
         yield other(says, "left out", quiet, True)
     for factor in FACTORS:
         for name in table:
@@ -253,7 +254,9 @@ def twins(config: DFlashConfig) -> Iterator[tuple[str, str]]:
     """Pairs of tensors of one shape that may have been taken for each other."""
     table, heads = tensor_table(config), []
     if config.dflash2 is not None:
-        heads = [tuple(f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))]
+        heads = [
+            tuple(f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
+        ]
     if config.dspark is not None and config.dspark.markov_rank:
         heads = [tuple(f"markov_head.markov_{w}.weight" for w in ("w1", "w2"))]
     yield from heads
@@ -272,7 +275,9 @@ def twins(config: DFlashConfig) -> Iterator[tuple[str, str]]:
     pairs.append(("hidden_norm.weight", "norm.weight"))
     ending = sorted({n.split(".", 2)[2] for n in table if n.startswith("layers.0.")})
     pairs += [
-        (f"layers.{i}.{name}", f"layers.{i + 1}.{name}") for i in range(count - 1) for name in ending
+        (f"layers.{i}.{name}", f"layers.{i + 1}.{name}")
+        for i in range(count - 1)
+        for name in ending
     ]
     for a, b in pairs:
         if a in table and b in table and table[a].shape == table[b].shape:
@@ -281,7 +286,7 @@ def twins(config: DFlashConfig) -> Iterator[tuple[str, str]]:
 
 def arrangements(
     name: str, shape: tuple[int, ...], config: DFlashConfig
-) -> Iterator[tuple[str, Callable[[jax.Array], jax.Array]]]:
+) -> Iterator[tuple[str, Callable[[np.ndarray], np.ndarray]]]:
     """Other ways in which a tensor's numbers may lie."""
     taps, hidden = len(config.target_layer_ids), config.hidden_size
     if name == "fc.weight" and taps > 1:
@@ -323,11 +328,11 @@ def _rotary_suspects(config: DFlashConfig, other: Callable[..., Suspect]) -> Ite
     ]
     dim = config.head_dim
 
-    def halves(x: jax.Array) -> jax.Array:
+    def halves(x: np.ndarray) -> np.ndarray:
         """Interleaved pairs 2i, 2i + 1 laid out as i, i + D / 2."""
         return x.reshape(-1, dim // 2, 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
-    def pairs(x: jax.Array) -> jax.Array:
+    def pairs(x: np.ndarray) -> np.ndarray:
         return x.reshape(-1, 2, dim // 2, *x.shape[1:]).swapaxes(1, 2).reshape(x.shape)
 
     projections = [n for n in names if "proj" in n]

@@ -91,9 +91,7 @@ def _reason(error: Exception, files: TensorFiles) -> str:
 def check_range(stat: Stat, kind: str) -> Iterator[Finding]:
     """Values that are no numbers, or lie outside of what a format holds."""
     if stat.bad:
-        yield Finding(
-            "tensors", stat.name, f"{stat.bad} of {stat.size} values are NaN or infinite"
-        )
+        yield Finding("tensors", stat.name, f"{stat.bad} of {stat.size} values are NaN or infinite")
     elif kind == "F16" and stat.largest >= F16_MAX:
         yield Finding("tensors", stat.name, "values at the end of f16's range (overflow)")
     elif stat.largest > BF16_MAX:

@@ -1,5 +1,6 @@
 """Texts for the self-test: the target's own greedy answers, and where in them to draft."""
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ def builtin_prompts(loaded: LoadedTarget, count: int, seed: int) -> list[list[in
 def greedy_texts(
     loaded: LoadedTarget, prompts: Sequence[Sequence[int]] | None, count: int, new: int, seed: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Texts ids `[B, T]` that end in `new` greedy tokens of the target, and where those begin `[B]`.
+    """Texts `[B, T]` that end in `new` greedy tokens of the target or more, and where those begin.
 
     Without prompts the target invents `count` texts: a stop token or a random one, OPENING tokens
     drawn at temperature 1, then greedy ones.
@@ -73,9 +74,7 @@ def greedy_texts(
         begin = np.array([len(p) for p in starts])
     length = int(begin.max()) + new
     options = SampleOptions(length=length, stages=(length,), min_p=0.01)
-    ids, _ = sample_rows(
-        target, NO_TURNS, make_starts(starts, PLAIN, heat, hot), seed, options
-    )
+    ids, _ = sample_rows(target, NO_TURNS, make_starts(starts, PLAIN, heat, hot), seed, options)
     return ids, begin
 
 
@@ -103,7 +102,7 @@ def follower_floor(ids: np.ndarray, anchors: np.ndarray) -> float:
     """
     pairs: dict[int, dict[int, np.ndarray]] = {}
     for text, row in enumerate(ids):
-        for a, b in zip(row[:-1], row[1:], strict=True):
+        for a, b in itertools.pairwise(row):
             follower = pairs.setdefault(int(a), {})
             follower.setdefault(int(b), np.zeros(len(ids), np.int64))[text] += 1
     hits = []

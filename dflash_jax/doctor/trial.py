@@ -1,0 +1,174 @@
+"""The self-test: what the drafter accepts as it stands, and whether another setting does better."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from dflash_jax.doctor.probe import Probe, Scores, Setting, Sight
+from dflash_jax.doctor.suspects import Suspect
+
+FINALISTS = 6
+"""Suspects that are tried again, on texts they were not picked by."""
+SURE, LIKELIER, MORE = 3.5, 0.01, 3.0
+"""A better setting: its log-probability per token gains LIKELIER, SURE standard errors above none;
+or its accepted length gains MORE of them."""
+RARE = 1e-3
+"""Sign test over the anchors that changed, for acceptance to count."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two settings on the same anchors: `other` against `base`.
+
+    gain: log-probability a token; sigmas: its standard errors, texts being the independent units.
+    longer, shorter: anchors that accept more or fewer drafts; length_sigmas: of the mean length.
+    position1, tokens: (base, other). rarer: one-sided p of the sign test on accepted lengths,
+    mcnemar: of the one on the first draft alone.
+    """
+
+    gain: float
+    sigmas: float
+    longer: int
+    shorter: int
+    length_sigmas: float
+    position1: tuple[float, float]
+    tokens: tuple[float, float]
+    rarer: float
+    mcnemar: float
+
+    def better(self, calibrates: bool) -> bool:
+        """Whether `other` does better by more than the noise."""
+        accepts = self.length_sigmas >= MORE and self.rarer < RARE
+        likelier = self.sigmas >= SURE and self.gain >= LIKELIER and self.length_sigmas > -1.0
+        return accepts or (likelier and not calibrates)
+
+    def promise(self, calibrates: bool) -> float:
+        """For ranking: the stronger of the two kinds of evidence that count."""
+        if calibrates:
+            return self.length_sigmas
+        likely = self.sigmas if self.gain > 0.1 * LIKELIER else 0.0
+        return max(likely, self.length_sigmas)
+
+
+def compare(base: Scores, other: Scores) -> Comparison:
+    """`Comparison` over the slots that both draft."""
+    both = base.known & other.known
+    slots = np.maximum(both.sum(axis=1), 1)
+    gain = np.where(both, other.logp - base.logp, 0.0).sum(axis=1) / slots
+    lengths = [np.cumprod(s.correct & both, axis=1).sum(axis=1) for s in (base, other)]
+    change = lengths[1] - lengths[0]
+    firsts = [s.correct[:, 0] for s in (base, other)]
+    longer, shorter = int((change > 0).sum()), int((change < 0).sum())
+    won, lost = int((firsts[1] & ~firsts[0]).sum()), int((firsts[0] & ~firsts[1]).sum())
+    return Comparison(
+        gain=float(gain.mean()),
+        sigmas=standard_errors(gain, base.texts),
+        longer=longer,
+        shorter=shorter,
+        length_sigmas=standard_errors(change, base.texts),
+        position1=(float(firsts[0].mean()), float(firsts[1].mean())),
+        tokens=(1.0 + float(lengths[0].mean()), 1.0 + float(lengths[1].mean())),
+        rarer=sign_test(longer, shorter),
+        mcnemar=sign_test(won, lost),
+    )
+
+
+def standard_errors(values: np.ndarray, texts: int) -> float:
+    """A mean over its standard error, where anchors of one text count as one observation."""
+    means = np.asarray(values, np.float64).reshape(texts, -1).mean(axis=1)
+    error = means.std(ddof=1) / math.sqrt(texts) if texts > 1 else 0.0
+    return float(means.mean() / error) if error > 1e-12 else 0.0
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """One-sided p of at least `wins` out of wins + losses fair coins."""
+    n = wins + losses
+    if n > 1000:
+        return 0.5 * math.erfc((wins - losses - 1) / math.sqrt(2 * n))
+    return sum(math.comb(n, k) for k in range(wins, n + 1)) / 2**n
+
+
+@dataclasses.dataclass
+class Search:
+    """Looks for settings that do better than the stated one.
+
+    screen: texts all suspects are tried on. confirm: other texts, for the few that look better.
+    deadline: `time.monotonic()` after which no further suspect is started.
+    """
+
+    probe: Probe
+    screen: Sight
+    confirm: Sight
+    deadline: float
+    tried: int = 0
+    left: int = 0
+    trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def best(self, base: Setting, suspects: Iterable[Suspect]) -> tuple[Suspect, Comparison] | None:
+        """The suspect that does best, of those that do better by more than the noise."""
+        before, seen = self.probe.score(self.screen, base), []
+        for suspect in suspects:
+            if time.monotonic() > self.deadline:
+                self.left += 1
+                continue
+            found = compare(before, self.probe.score(self.screen, suspect.setting))
+            seen.append((found.promise(suspect.calibrates), suspect, found))
+            self.tried += 1
+        seen.sort(key=lambda item: -item[0])
+        self.trials += [
+            {"name": s.name, "says": s.says, "promise": promise} | dataclasses.asdict(found)
+            for promise, s, found in seen
+        ]
+        finalists = [suspect for promise, suspect, _ in seen[:FINALISTS] if promise > 1.0]
+        if not finalists:
+            return None
+        before = self.probe.score(self.confirm, base)
+        proven = []
+        for suspect in finalists:
+            found = compare(before, self.probe.score(self.confirm, suspect.setting))
+            if found.better(suspect.calibrates):
+                proven.append((found.promise(suspect.calibrates), suspect, found))
+        if not proven:
+            return None
+        _, suspect, found = max(proven, key=lambda item: item[0])
+        return suspect, found
+
+
+def low(scores: Scores, floor: float) -> str | None:
+    """Why position-1 acceptance is low, None where it is not.
+
+    Low: no more than the word-pair guess by two standard errors of a difference, or under one
+    tenth, or drafts that the first slot gets wrong more often than later ones.
+    """
+    first, n = scores.first, scores.texts
+    error = float(scores.correct[:, 0].reshape(n, -1).mean(axis=1).std()) / math.sqrt(n)
+    if first < 0.1:
+        return "under 0.10"
+    if first < floor - 2 * error:
+        return f"below the {floor:.2f} of a guess by word pairs"
+    return None
+
+
+def confidence(scores: Scores) -> tuple[float, float, float] | None:
+    """Of the confidence head: mean predicted acceptance, mean true one, and how much higher it is
+    where the draft was right; None without a head. Only slots whose predecessors were right count.
+    """
+    if scores.raws is None:
+        return None
+    reached = np.concatenate(
+        [np.ones((len(scores.correct), 1), bool), scores.correct[:, :-1]], axis=1
+    )
+    used = scores.known & (np.cumprod(reached, axis=1) > 0)
+    said = 1.0 / (1.0 + np.exp(-np.clip(scores.raws[used].astype(np.float64), -50, 50)))
+    right = scores.correct[used]
+    if right.all() or not right.any():
+        return float(said.mean()), float(right.mean()), 0.0
+    return (
+        float(said.mean()),
+        float(right.mean()),
+        float(said[right].mean() - said[~right].mean()),
+    )
