@@ -136,11 +136,12 @@ class Doctor:
             tokens=whole.tokens,
             tried=search.tried,
             left=search.left,
-            confidence=None if head is None else head[:2],
+            confidence=None if head is None else (head.says, head.right),
         )
         report.trials = search.trials
         if head is not None and not report.findings:
-            report.findings += judge_confidence(*head)
+            faults = [Finding("self-test", "confidence_head", text) for text in head.faults()]
+            report.findings += faults
         why = low(whole, floor)
         if why is not None and not report.findings:
             text = f"position 1 {whole.first:.2f} is {why}, and no other setting explains it"
@@ -218,13 +219,3 @@ def stated_value(name: str, base: Setting) -> str | None:
         "selector_top_k": str(config.dflash2 and config.dflash2.selector_top_k),
         "block_size": str(config.block_size),
     }.get(name)
-
-
-def judge_confidence(said: float, true: float, apart: float) -> list[Finding]:
-    """Faults of a confidence head: far off on average, or no surer where the draft is right."""
-    name, found = "confidence_head", []
-    if abs(said - true) > 0.35:
-        found.append(f"says {said:.2f} on average, {true:.2f} are accepted")
-    if apart < 0:
-        found.append(f"is less sure of right drafts than of wrong ones (by {-apart:.2f})")
-    return [Finding("self-test", name, text) for text in found]

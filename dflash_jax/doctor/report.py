@@ -24,7 +24,7 @@ class SelfTest:
     position1: share of anchors whose first draft was right; floor: the same for a guess by word
     pairs. slots: the same for every slot, given that the ones before were right or not.
     tokens: a round, the target's own one included. tried, left: other settings, and those there was
-    no time for. confidence: mean predicted and mean true acceptance, None without a head.
+    no time for. confidence: mean predicted and true share of right drafts, None without a head.
     """
 
     texts: int
@@ -78,7 +78,7 @@ class Report:
             ]
             if test.confidence is not None:
                 said, true = test.confidence
-                lines.append(f"  confidence  says {said:.2f}, accepted {true:.2f}")
+                lines.append(f"  confidence  says {said:.2f}, right {true:.2f}")
         for finding in self.findings[:most]:
             lines.append(f"FAULT [{finding.where}] {finding.name}: {finding.text}")
         if len(self.findings) > most:

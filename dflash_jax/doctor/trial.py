@@ -97,7 +97,8 @@ class Search:
     """Looks for settings that do better than the stated one.
 
     screen: texts all suspects are tried on. confirm: other texts, for the few that look better.
-    deadline: `time.monotonic()` after which no further suspect is started.
+    deadline: `time.monotonic()` after which no further suspect is started. Once something is
+    mended, only what looked better before is tried again (`hopeful`).
     """
 
     probe: Probe
@@ -106,12 +107,15 @@ class Search:
     deadline: float
     tried: int = 0
     left: int = 0
+    hopeful: set[str] | None = None
     trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def best(self, base: Setting, suspects: Iterable[Suspect]) -> tuple[Suspect, Comparison] | None:
         """The suspect that does best, of those that do better by more than the noise."""
         before, seen = self.probe.score(self.screen, base), []
         for suspect in suspects:
+            if self.hopeful is not None and suspect.name not in self.hopeful:
+                continue
             if time.monotonic() > self.deadline:
                 self.left += 1
                 continue
@@ -123,7 +127,12 @@ class Search:
             {"name": s.name, "says": s.says, "promise": promise} | dataclasses.asdict(found)
             for promise, s, found in seen
         ]
+        self.hopeful = {suspect.name for promise, suspect, _ in seen if promise > 0.5}
         finalists = [suspect for promise, suspect, _ in seen[:FINALISTS] if promise > 1.0]
+        by_gain = sorted(seen, key=lambda item: -item[2].gain)[:FINALISTS]
+        for promise, suspect, _ in by_gain:
+            if promise > 1.0 and not suspect.calibrates and suspect not in finalists:
+                finalists.append(suspect)
         if not finalists:
             return None
         before = self.probe.score(self.confirm, base)
@@ -131,11 +140,15 @@ class Search:
         for suspect in finalists:
             found = compare(before, self.probe.score(self.confirm, suspect.setting))
             if found.better(suspect.calibrates):
-                proven.append((found.promise(suspect.calibrates), suspect, found))
-        if not proven:
-            return None
-        _, suspect, found = max(proven, key=lambda item: item[0])
-        return suspect, found
+                proven.append((suspect, found))
+        # Half a remedy may stand out as clearly as the whole one: the larger gain explains more.
+        return max(proven, key=_explains, default=None)
+
+
+def _explains(proven: tuple[Suspect, Comparison]) -> tuple[bool, float]:
+    suspect, found = proven
+    gain = found.tokens[1] - found.tokens[0] if suspect.calibrates else found.gain
+    return not suspect.calibrates, gain
 
 
 def low(scores: Scores, floor: float) -> str | None:
@@ -153,22 +166,50 @@ def low(scores: Scores, floor: float) -> str | None:
     return None
 
 
-def confidence(scores: Scores) -> tuple[float, float, float] | None:
-    """Of the confidence head: mean predicted acceptance, mean true one, and how much higher it is
-    where the draft was right; None without a head. Only slots whose predecessors were right count.
+@dataclasses.dataclass(frozen=True)
+class Confidence:
+    """A confidence head against the truth, over all slots: mean prediction for right and for wrong
+    drafts, the share that is right, and how often a right one gets more than a wrong one (AUC).
     """
+
+    for_right: float
+    for_wrong: float
+    right: float
+    ranks: float
+
+    @property
+    def says(self) -> float:
+        """Mean prediction."""
+        return self.right * self.for_right + (1.0 - self.right) * self.for_wrong
+
+    def faults(self) -> list[str]:
+        """What is wrong with it. Heads are trained for the overlap of two laws, which is less than
+        how often the likeliest tokens agree: only much too sure is a fault, and hopelessly unsure.
+        """
+        found = []
+        if self.ranks < 0.5:
+            found.append(f"ranks right drafts above wrong ones {self.ranks:.2f} of the time")
+        if self.for_wrong > 0.9 or self.says > self.right + 0.15:
+            found.append(f"says {self.for_wrong:.2f} where drafts are wrong")
+        if self.for_right < 0.1 or self.says < self.right - 0.45:
+            found.append(f"says {self.for_right:.2f} where drafts are right")
+        return found
+
+
+def confidence(scores: Scores) -> Confidence | None:
+    """None without a head, or where all drafts are right or all wrong."""
     if scores.raws is None:
         return None
-    reached = np.concatenate(
-        [np.ones((len(scores.correct), 1), bool), scores.correct[:, :-1]], axis=1
-    )
-    used = scores.known & (np.cumprod(reached, axis=1) > 0)
-    said = 1.0 / (1.0 + np.exp(-np.clip(scores.raws[used].astype(np.float64), -50, 50)))
-    right = scores.correct[used]
+    raws = scores.raws[scores.known].astype(np.float64)
+    right = scores.correct[scores.known]
     if right.all() or not right.any():
-        return float(said.mean()), float(right.mean()), 0.0
-    return (
-        float(said.mean()),
-        float(right.mean()),
-        float(said[right].mean() - said[~right].mean()),
+        return None
+    said = 1.0 / (1.0 + np.exp(-np.clip(raws, -50, 50)))
+    order = np.argsort(np.argsort(raws))
+    wins = order[right].sum() - right.sum() * (right.sum() - 1) / 2
+    return Confidence(
+        for_right=float(said[right].mean()),
+        for_wrong=float(said[~right].mean()),
+        right=float(right.mean()),
+        ranks=float(wins / (right.sum() * (~right).sum())),
     )
