@@ -37,6 +37,9 @@ from dflash_jax.training import (
 )
 from dflash_jax.window import DSparkVtPolicy
 
+LARGEST = 1e18
+"""Of weights: squares and products of larger ones overflow float32."""
+
 
 @dataclasses.dataclass(frozen=True)
 class RunOptions:
@@ -132,10 +135,12 @@ def _check_loss(loss: float, step: int, name: str = "loss") -> None:
 
 
 def _save(state: TrainState, options: RunOptions) -> None:
-    for path, leaf in named_leaves((state.draft, state.ema)):
-        if jnp.issubdtype(leaf.dtype, jnp.floating) and not jnp.isfinite(leaf).all():
+    """Write the state and the drafter; ValueError where a weight is NaN or far too large."""
+    for path, leaf in (*named_leaves(state.draft), *named_leaves(state.ema)):
+        if jnp.issubdtype(leaf.dtype, jnp.floating) and not (jnp.abs(leaf) < LARGEST).all():
             raise ValueError(
-                f"weights: expected finite numbers, found others in {path} at step {state.step}"
+                f"weights: expected numbers below {LARGEST:g}, found others in {path} "
+                f"at step {state.step}"
             )
     save_state(state, options.state)
     export(state, options)
