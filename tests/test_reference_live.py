@@ -244,7 +244,7 @@ def trained_here(tmp_path_factory):
         common = ["--target", TINY / "target", "--data", records, "--heldout", records]
         common += ["--out", root / family, "--length", 128, "--batch", 4, "--anchors", 4]
         common += ["--max-new-tokens", 8, "--steps", 3, "--devices", 1, "--storage", "bf16"]
-        common += ["--init", TINY / family]
+        common += ["--init", TINY / family, "--family", family]
         assert train_drafter.main([*map(str, common)]) == 0
         return root / family
 

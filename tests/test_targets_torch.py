@@ -288,7 +288,29 @@ def test_a_recurrent_model_without_its_states_back_is_refused(monkeypatch):
         TorchTarget(model_of("qwen3_next"))
 
 
-def test_what_does_not_fit_is_named(monkeypatch):
+def test_a_model_whose_own_cache_is_wrong_is_refused():
+    """This version's Jamba starts its states afresh where it should go on from them."""
+    config = transformers.AutoConfig.for_model(
+        "jamba", **COMMON, attn_layer_period=2, use_mamba_kernels=False, num_experts=2
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    try:
+        target = TorchTarget(model)
+    except NotImplementedError as error:
+        assert "model_type 'jamba': expected a cache that goes on" in str(error)  # noqa: PT017
+        return
+    # A later version may have mended it: then its tokens are its own.
+    ids = list(PROMPTS[1])
+    with torch.inference_mode():
+        for _ in range(8):
+            logits = model(torch.tensor([ids]), use_cache=False).logits
+            ids.append(int(logits[0, -1].argmax()))
+    out = generate(target, tiny_drafter(), PROMPTS[1], 8)
+    assert out.token_ids == ids[len(PROMPTS[1]) :]
+
+
+def test_what_does_not_fit_is_named():
     with pytest.raises(ValueError, match="expected eval mode"):
         TorchTarget(altered(lambda m: m.train()))
     with pytest.raises(ValueError, match="expected a transformers model, found a Linear"):
