@@ -55,7 +55,7 @@ def effort(target: dense.DenseTarget) -> Effort:
     """By the target's size and the device."""
     size = sum(leaf.size for leaf in jax.tree.leaves(target))
     if size < SMALL or jax.default_backend() != "cpu":
-        return Effort(screen=32, confirm=160, anchors=8, new=64, slots=7)
+        return Effort(screen=32, confirm=256, anchors=8, new=64, slots=7)
     return Effort(screen=8, confirm=12, anchors=8, new=48, slots=3)
 
 
@@ -63,8 +63,8 @@ class Doctor:
     """Examines drafters of one target; its texts are written once, for the first.
 
     prompts: token ids to answer; default: built-in ones, or the target's own inventions where it
-    has no tokenizer. seed: of texts and anchors. NotImplementedError for a target that is no
-    `DenseTarget`.
+    has no tokenizer. seed: of texts and anchors. work: how many; default: by the target's size.
+    Raises NotImplementedError for a target that is no `DenseTarget`.
     """
 
     def __init__(
@@ -72,13 +72,14 @@ class Doctor:
         loaded: LoadedTarget,
         prompts: Sequence[Sequence[int]] | None = None,
         seed: int = 0,
+        work: Effort | None = None,
     ):
         if not isinstance(loaded.target, dense.DenseTarget):
             raise NotImplementedError(
                 f"doctor: expected a dense target, found {type(loaded.target).__name__}"
             )
         self._loaded, self._prompts, self._seed = loaded, prompts, seed
-        self._work = effort(loaded.target)
+        self._work = work or effort(loaded.target)
         self._raw = statements.raw_config(Path(loaded.name))
 
     def examine(

@@ -143,13 +143,14 @@ def mask_candidates(
     with "mask" in them.
     """
     target, mask = loaded.target, config.mask_token_id
-    rows = target.config.embedding_rows
-    found = [mask + 1, mask - 1, *special_ids(target_raw, target.stop_token_ids)]
-    found += [min(found) - 1, max(found) + 1]
+    rows, special = target.config.embedding_rows, special_ids(target_raw, target.stop_token_ids)
+    found = [mask + 1, mask - 1]
     if loaded.text is not None:
         vocabulary = loaded.text.tokenizer.get_vocab(with_added_tokens=True)
         found += sorted(i for name, i in vocabulary.items() if _names_a_mask(name))
-    found += [target.vocab_size, target.vocab_size - 1, rows - 1, 0]
+    if special:
+        found += [min(special) - 1, max(special) + 1]
+    found += [target.vocab_size, target.vocab_size - 1, rows - 1, *sorted(special), 0]
     return [i for i in dict.fromkeys(found) if 0 <= i < rows and i != mask][:most]
 
 

@@ -13,9 +13,11 @@ from dflash_jax.doctor.suspects import Suspect
 
 FINALISTS = 6
 """Suspects that are tried again, on texts they were not picked by."""
-SURE, LIKELIER, MORE = 3.5, 0.01, 3.0
+SURE, LIKELIER, MORE = 3.0, 0.01, 3.0
 """A better setting: its log-probability per token gains LIKELIER, SURE standard errors above none;
 or its accepted length gains MORE of them."""
+EQUAL = 0.97
+"""Share of the largest gain that explains as much."""
 RARE = 1e-3
 """Sign test over the anchors that changed, for acceptance to count."""
 
@@ -122,6 +124,7 @@ class Search:
             found = compare(before, self.probe.score(self.screen, suspect.setting))
             seen.append((found.promise(suspect.calibrates), suspect, found))
             self.tried += 1
+        order = {suspect: place for place, (_, suspect, _) in enumerate(seen)}
         seen.sort(key=lambda item: -item[0])
         self.trials += [
             {"name": s.name, "says": s.says, "promise": promise} | dataclasses.asdict(found)
@@ -142,13 +145,16 @@ class Search:
             if found.better(suspect.calibrates):
                 proven.append((suspect, found))
         # Half a remedy may stand out as clearly as the whole one: the larger gain explains more.
-        return max(proven, key=_explains, default=None)
+        # Of equals, the likelier one: it came first.
+        certain = [one for one in proven if not one[0].calibrates] or proven
+        most = max(map(_gain, certain), default=0.0)
+        equals = [one for one in certain if _gain(one) >= EQUAL * most]
+        return min(equals, key=lambda one: order[one[0]], default=None)
 
 
-def _explains(proven: tuple[Suspect, Comparison]) -> tuple[bool, float]:
+def _gain(proven: tuple[Suspect, Comparison]) -> float:
     suspect, found = proven
-    gain = found.tokens[1] - found.tokens[0] if suspect.calibrates else found.gain
-    return not suspect.calibrates, gain
+    return found.tokens[1] - found.tokens[0] if suspect.calibrates else found.gain
 
 
 def low(scores: Scores, floor: float) -> str | None:
