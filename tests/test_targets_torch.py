@@ -290,9 +290,9 @@ def test_a_recurrent_model_without_its_states_back_is_refused(monkeypatch):
 
 def test_a_model_whose_own_cache_is_wrong_is_refused():
     """This version's Jamba starts its states afresh where it should go on from them."""
-    config = transformers.AutoConfig.for_model(
-        "jamba", **COMMON, attn_layer_period=2, use_mamba_kernels=False, num_experts=2
-    )
+    layers = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2}
+    own_code = {"use_mamba_kernels": False, "mamba_d_state": 8}
+    config = transformers.AutoConfig.for_model("jamba", **COMMON, **layers, **own_code)
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     try:
