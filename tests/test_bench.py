@@ -417,11 +417,11 @@ def test_cases_are_all_combinations_of_what_is_asked_for(small_bandwidth, monkey
     report = json.loads(line)
     families, contexts, names = ("dflash", "dspark"), (32, 64), ("auto", "xla")
     cases = [tuple(case[key] for key in bench_report.KEYS) for case in report["cases"]]
-    assert cases == [(f, n, c, 99) for f in families for c in contexts for n in names]
+    assert cases == [(f, n, 1, c, 99) for f in families for c in contexts for n in names]
     assert order == [
         (stage, f, None if n == "auto" else n, c)
         for stage in ("draft_round", "backbone")
-        for f, n, c, _ in cases
+        for f, n, _, c, _ in cases
     ]
     assert [(r["of"], r["family"]) for r in report["ratios"] if r["stage"] == "backbone"] == [
         (of, f) for of in ("implementation", "context") for f in families for _ in range(2)
@@ -470,7 +470,7 @@ def test_real_checkpoints_are_timed_behind_prefilled_prompts():
     work, shapes = case.work, case.report["shapes"]
     assert (shapes["block_size"], shapes["verify_width"], shapes["batch"]) == (6, 6, 2)
     assert (shapes["target"]["layers"], shapes["draft"]["layers"]) == (6, 2)
-    assert work.state.target.len.tolist() == work.state.draft.len.tolist() == [32, 32]
+    assert work.state.target.len.tolist() == work.state.draft.len.tolist() == [28, 36]
     row, _ = bench_timing.measure(work, "spec_round", 20, 1, 1e9)
     assert row["time_ms"] > 0
     assert row["floor_bytes"] > 4 * 264 * 128 * 2
@@ -492,7 +492,7 @@ def test_a_context_of_text_ends_in_another_question_for_every_sequence(monkeypat
 
     records = [{"prompt": "1"}, {"prompt": "2"}]
     monkeypatch.setattr(bench.corpus, "read_records", lambda file: records)
-    rows = bench.context_ids(bench.LoadedTarget(None, Codec(), "any"), 3, 8)
+    rows = bench.context_ids(bench.LoadedTarget(None, Codec(), "any"), [8, 8, 8])
     assert rows == [[1, 1, 2, 2, 2, 1, 1, 1], [2, 2, 1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 1, 1, 1]]
 
 

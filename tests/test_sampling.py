@@ -164,7 +164,8 @@ def test_a_filter_that_nobody_wants_costs_nothing():
     bare = make_sampler([SamplingParams(temperature=0.7, seed=3)], 9, 9).filters
     bare = jax.tree.map(lambda x: x[0], bare)
     assert (bare.top_k, bare.top_p, bare.min_p) == (None, None, None)
-    np.testing.assert_array_equal(jax.jit(filtered_probs)(logits, bare), law(logits, 0.7))
+    # Two programs: they may differ by some ulp.
+    np.testing.assert_allclose(jax.jit(filtered_probs)(logits, bare), law(logits, 0.7), rtol=1e-6)
     loops = [str(jax.make_jaxpr(filtered_probs)(logits, f)).count("scan[") for f in (
         bare, bare.replace(top_p=jnp.float32(0.9)))]  # fmt: skip
     assert loops == [0, 1], "of a length known beforehand"
