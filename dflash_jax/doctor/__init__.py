@@ -21,6 +21,7 @@ from dflash_jax.checkpoint import TensorFiles, draft_directory
 from dflash_jax.config import resolve_harvest
 from dflash_jax.doctor import config as statements
 from dflash_jax.doctor import texts
+from dflash_jax.doctor.blocks import check_block
 from dflash_jax.doctor.probe import Probe, Setting, Sight, look
 from dflash_jax.doctor.report import Finding, Report, SelfTest
 from dflash_jax.doctor.suspects import Suspect, rope_words, suspects
@@ -127,6 +128,8 @@ class Doctor:
             report.findings.append(Finding("self-test", "draft logits", text))
         search = Search(probe, screen, confirm, time.monotonic() + seconds)
         self._search(report, search, base)
+        if time.monotonic() < search.deadline:
+            report.findings += check_block(self._loaded.target, draft, base, screen)
         head = confidence(whole)
         report.self_test = SelfTest(
             texts=whole.texts,

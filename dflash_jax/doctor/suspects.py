@@ -75,6 +75,9 @@ def suspects(
     for window in other_windows(config.layer_window, longest):
         says = window[0] if len(set(window)) == 1 else list(window)
         yield other("sliding_window", "none" if says is None else says, layer_window=window)
+    for size in dict.fromkeys((config.block_size // 2, config.block_size - 1)):
+        if size >= 2:
+            yield other("block_size", size, block_size=size)
     for mask in masks:
         yield other("mask_token_id", mask, mask_token_id=mask)
     for eps in dict.fromkeys((target.config.rms_norm_eps, *EPSILONS)):
@@ -238,7 +241,8 @@ def weight_suspects(base: Setting) -> Iterator[Suspect]:
         yield swap(a, b)
     for name in table:
         for says, change in arrangements(name, table[name].shape, config):
-            yield other(name, says, replaced((name,), lambda x, change=change: (change(x),)))
+            edit = replaced((name,), lambda x, change=change: (change(x),))
+            yield other(name, says, edit, name == "norm.weight")
     yield from _rotary_suspects(config, other)
     for names, says in silences(config):
         quiet = replaced(names, lambda *xs: tuple(map(np.zeros_like, xs)))

@@ -15,7 +15,7 @@ SIBLING_RATIO = 8.0
 """Least ratio of two layers' sizes (rms) that is called a fault; trained ones stay within 3."""
 SIZES = (1e-4, 10.0)
 """Rms of a trained tensor that is no norm: smallest and largest believed."""
-NORM_SIZES = (0.02, 50.0)
+NORM_SIZES = (0.1, 50.0)
 SPIKE, ROW_SPIKE, SCALE_SPIKE = 300.0, 50.0, 1000.0
 """A value over its tensor's rms, a row's rms over the median row's, a scale over the median one."""
 TABLES = ("codebook", "markov_w", "embed_tokens", "lm_head")

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +41,11 @@ class Comparison:
     tokens: tuple[float, float]
     rarer: float
     mcnemar: float
+
+    @property
+    def longer_by(self) -> float:
+        """Tokens a round more."""
+        return self.tokens[1] - self.tokens[0]
 
     def better(self, calibrates: bool) -> bool:
         """Whether `other` does better by more than the noise."""
@@ -144,24 +149,32 @@ class Search:
             found = compare(before, self.probe.score(self.confirm, suspect.setting))
             if found.better(suspect.calibrates):
                 proven.append((suspect, found))
-        # Half a remedy may stand out as clearly as the whole one: the larger gain explains more.
-        # Of equals, the likelier one: it came first.
-        certain = [one for one in proven if not one[0].calibrates] or proven
-        most = max(map(_gain, certain), default=0.0)
-        equals = [one for one in certain if _gain(one) >= EQUAL * most]
-        return min(equals, key=lambda one: order[one[0]], default=None)
+        return most_telling(proven, order)
 
 
-def _gain(proven: tuple[Suspect, Comparison]) -> float:
-    suspect, found = proven
-    return found.tokens[1] - found.tokens[0] if suspect.calibrates else found.gain
+def most_telling(
+    proven: Sequence[tuple[Suspect, Comparison]], order: Mapping[Suspect, int]
+) -> tuple[Suspect, Comparison] | None:
+    """The proven suspect that explains most; of equals the likelier one, which came first.
+
+    Half a remedy may stand out as clearly as the whole one, so size counts here: of the gained
+    log-probability, or of the accepted length where that speaks a much louder language.
+    """
+    likely = [(s, c) for s, c in proven if not s.calibrates and c.gain > 0]
+    others = [one for one in proven if one not in likely]
+    longest = [max((c.longer_by for _, c in group), default=0.0) for group in (likely, others)]
+    if likely and longest[1] <= 1.5 * longest[0] + 0.02:
+        most = max(c.gain for _, c in likely)
+        equals = [(s, c) for s, c in likely if c.gain >= EQUAL * most]
+    else:
+        equals = [(s, c) for s, c in others if c.longer_by >= EQUAL * longest[1]]
+    return min(equals, key=lambda one: order[one[0]], default=None)
 
 
 def low(scores: Scores, floor: float) -> str | None:
     """Why position-1 acceptance is low, None where it is not.
 
-    Low: no more than the word-pair guess by two standard errors of a difference, or under one
-    tenth, or drafts that the first slot gets wrong more often than later ones.
+    Low: under one tenth, or below what a guess by word pairs hits by two standard errors.
     """
     first, n = scores.first, scores.texts
     error = float(scores.correct[:, 0].reshape(n, -1).mean(axis=1).std()) / math.sqrt(n)
