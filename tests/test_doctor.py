@@ -1,7 +1,6 @@
 """The doctor names planted faults, and is silent about healthy drafters."""
 
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -9,21 +8,21 @@ import pytest
 from families import FAMILIES, ORACLES
 from safetensors.numpy import load_file, save_file
 
+from dflash_jax import ctx_features, forward_block, load_draft, load_target
 from dflash_jax import doctor as clinic
-from dflash_jax import load_draft, load_target
 from dflash_jax.checkpoint import ASSETS, TensorFiles, save_draft
 from dflash_jax.cli import main
-from dflash_jax.config import read_config, resolve_harvest
+from dflash_jax.config import resolve_harvest
 from dflash_jax.doctor import Doctor, Effort
 from dflash_jax.doctor import config as statements
-from dflash_jax.doctor.probe import Probe, Setting
-from dflash_jax.doctor.suspects import Suspect, Tensors, orders, other_taps, suspects
+from dflash_jax.doctor.probe import WORST, Probe, Setting
+from dflash_jax.doctor.suspects import Tensors, orders, other_taps, suspects
 from dflash_jax.doctor.tensors import check_tensors
-from dflash_jax.doctor.trial import compare, confidence, sign_test, standard_errors
+from dflash_jax.doctor.trial import Confidence, sign_test, standard_errors
 
 TINY = ORACLES / "tiny"
 WORK = Effort(screen=16, confirm=64, anchors=8, new=48, slots=7)
-Q, K, V, O = (f"layers.0.self_attn.{x}_proj.weight" for x in "qkvo")
+K, V, OUT = (f"layers.0.self_attn.{x}_proj.weight" for x in "kvo")
 GATE, UP, DOWN = (f"layers.1.mlp.{x}_proj.weight" for x in ("gate", "up", "down"))
 
 
@@ -132,14 +131,14 @@ def half_empty(x):
     ("change", "finding"),
     [
         (mapped(UP, nan_at_seven), ("tensors", UP, "1 of 32768 values are NaN or infinite")),
-        (mapped(O, np.zeros_like), ("tensors", O, "every value is 0")),
+        (mapped(OUT, np.zeros_like), ("tensors", OUT, "every value is 0")),
         (
             mapped("layers.1.input_layernorm.weight", np.ones_like),
             ("tensors", "layers.1.input_layernorm.weight", "every value is 1 (lost?)"),
         ),
         (
             mapped(DOWN, lambda x: 10 * x),
-            ("tensors", DOWN, "9.84 times as large (rms) as the other layers'"),
+            ("tensors", DOWN, "9.83 times as large (rms) as in the other layers"),
         ),
         (
             mapped("hidden_norm.weight", lambda x: x - 1),
@@ -188,7 +187,11 @@ def half_empty(x):
         ),
         (
             stated(target_layer_ids=[1, 3, 6]),
-            ("loading", "target_layer_ids", "expected ids in 0..5 (num_target_layers 6), found [6]"),
+            (
+                "loading",
+                "target_layer_ids",
+                "expected ids in 0..5 (num_target_layers 6), found [6]",
+            ),
         ),
         (
             lambda c, t: c.update(rope_parameters={"rope_theta": 5e5}),
@@ -280,32 +283,39 @@ def sight(doctor):
     return doctor._sights[0]
 
 
-@pytest.mark.parametrize("family", ["dflash"])
-def test_scores_are_what_rounds_accept(loaded, sight, family):
-    """Teacher-forced drafting at an anchor gives the drafts of a real round there."""
-    from dflash_jax import SpecSession
-
-    draft = load_draft(TINY / family, loaded.target, "float32")
-    harvest = resolve_harvest(draft.config)
-    probe = Probe(loaded.target, draft, harvest.drafts(8), 8)
-    scores = probe.score(sight, Setting(draft.config, harvest))
+def test_scores_are_what_the_drafter_drafts(loaded, sight):
+    """One anchor by hand: features, block, head, argmax."""
+    target, draft = loaded.target, load_draft(TINY / "dflash", dtype="float32")
+    setting = Setting(draft.config, resolve_harvest(draft.config))
+    scores = Probe(target, draft, 7, 8).score(sight, setting)
     ids, anchors = np.asarray(sight.ids), np.asarray(sight.anchors)
-    session = SpecSession(loaded.target, draft, stop_token_ids=[], policy=None)
-    rows = [0, 3]
-    session.open([ids[r, : anchors[r, 0]].tolist() for r in rows], max_new_tokens=9)
-    session.burst(rounds=1)
-    lengths = scores.lengths.reshape(anchors.shape)
-    for row, result in zip(rows, session.results(), strict=True):
-        assert ids[row, anchors[row, 0]] == result.token_ids[0]
-        assert result.acceptance_lengths == [lengths[row, 0] + 1]
+    text, place = 2, 5
+    at = int(anchors[text, place])
+    pos = np.arange(at + 8, dtype=np.int32)
+
+    @jax.jit
+    def draft_block(target, draft, context, block):
+        out, _ = target.forward(target.init_state(1, at), context, (1, 3, 4))
+        features = ctx_features(draft, out.taps[0])
+        hidden = forward_block(draft, features, target.embed(block[None])[0], pos)
+        return target.logits(hidden[1:])
+
+    block = np.array([ids[text, at], *[256] * 7])
+    logits = np.asarray(draft_block(target, draft, ids[None, text, :at], block))
+    following = ids[text, at + 1 : at + 8]
+    row = text * anchors.shape[1] + place
+    np.testing.assert_array_equal(scores.correct[row], logits.argmax(-1) == following)
+    logp = np.asarray(jax.nn.log_softmax(logits))[np.arange(7), following]
+    np.testing.assert_allclose(scores.logp[row], np.maximum(logp, WORST), rtol=1e-4, atol=1e-4)
 
 
-def test_a_healthy_drafter_is_healthy(doctor):
+def test_a_healthy_drafter_is_healthy(doctor, monkeypatch):
+    only(monkeypatch, "target_layer_ids", "rope", "is_causal", "sliding_window", f"{K} and {V}")
     report = doctor.examine(TINY / "dflash", seconds=600)
     assert report.healthy, report.text()
     test = report.self_test
     assert (test.texts, test.anchors, test.left) == (64, 512, 0)
-    assert test.tried > 150
+    assert test.tried > 20
     assert 0.6 < test.floor < test.position1 < 0.95
     assert len(report.text().splitlines()) < 8
     assert json.loads(json.dumps(report.to_dict()))["healthy"] is True
@@ -338,15 +348,15 @@ def test_settings_left_out_for_time_are_counted(doctor, monkeypatch):
     only(monkeypatch, "is_causal", "rope")
     report = doctor.examine(TINY / "dflash", seconds=0)
     assert report.self_test.tried == 0
-    assert report.self_test.left == 8
-    assert "8 left out for time" in report.text()
+    assert report.self_test.left == 7
+    assert "7 left out for time" in report.text()
 
 
 # --- the command ----------------------------------------------------------------------------------
 
 
-def test_the_command_names_a_fault_and_exits_1(plant, capsys, monkeypatch):
-    monkeypatch.setattr(clinic, "effort", lambda target: WORK)
+def test_the_command_names_a_fault_and_exits_1(doctor, plant, capsys, monkeypatch):
+    monkeypatch.setattr("dflash_jax.cli.doctor.Doctor", lambda *args: doctor)
     draft = plant("dflash", mapped(UP, nan_at_seven))
     command = ["doctor", "--target", str(TINY / "target"), "--draft", str(draft), "--seconds", "0"]
     assert main(command) == 1
@@ -357,6 +367,19 @@ def test_the_command_names_a_fault_and_exits_1(plant, capsys, monkeypatch):
     assert report["healthy"] is False
     assert report["findings"][0]["name"] == UP
     assert set(report["versions"]) == {"dflash-jax", "jax"}
+    command[command.index(str(draft))] = str(TINY / "dflash")
+    assert main(command) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("healthy")
+
+
+def test_confidence_faults_by_hand():
+    fine = Confidence(for_right=0.7, for_wrong=0.4, right=0.8, ranks=0.8)
+    assert fine.says == pytest.approx(0.64)
+    assert fine.faults() == []
+    sure = Confidence(for_right=0.99, for_wrong=0.95, right=0.8, ranks=0.6)
+    assert sure.faults() == ["says 0.95 where drafts are wrong"]
+    inverted = Confidence(for_right=0.4, for_wrong=0.6, right=0.6, ranks=0.3)
+    assert inverted.faults() == ["ranks right drafts above wrong ones 0.30 of the time"]
 
 
 @pytest.mark.parametrize(
@@ -377,3 +400,51 @@ def test_bad_input_exits_2(options, says, capsys):
 
 
 # --- the rest, slowly -----------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def thorough(loaded):
+    return Doctor(loaded)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_healthy_tiny_drafter_is_healthy(thorough, family):
+    report = thorough.examine(TINY / family, seconds=1e9)
+    assert report.healthy, report.text()
+    assert report.self_test.left == 0
+
+
+W1, W2 = (f"markov_head.markov_{w}.weight" for w in ("w1", "w2"))
+BOOKS = [f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor")]
+
+
+def reordered(_, tensors):
+    for name in [n for n in tensors if n.startswith("layers.0.")]:
+        swapped(name, name.replace("layers.0.", "layers.1."))(_, tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "change", "name", "says"),
+    [
+        ("dflash", stated(target_layer_ids=[0, 2, 3]), "target_layer_ids", "[1, 3, 4] "),
+        ("dspark", stated(target_layer_ids=[2, 4, 5]), "target_layer_ids", "[1, 3, 4] "),
+        ("dflash2", stated(target_layer_ids=[4, 3, 1]), "target_layer_ids", "[1, 3, 4] "),
+        ("dspark", stated(rope_theta=1000000), "rope", "theta 10000 "),
+        ("dspark", stated(is_causal=True), "is_causal", "false "),
+        ("dflash2", stated(sliding_window=8), "sliding_window", "32 "),
+        ("dflash2", stated(final_logit_softcapping=1.0), "final_logit_softcapping", ""),
+        ("dflash2", stated(selector_top_k=1), "selector_top_k", "8 "),
+        ("dspark", stated(block_size=4), "block_size", "4 ends too early"),
+        ("dflash", reordered, "layers", "in the order [1, 0]"),
+        ("dspark", swapped(K, V), f"{K} and {V}", "swapped"),
+        ("dflash2", swapped(GATE, UP), f"{GATE} and {UP}", "swapped"),
+        ("dspark", swapped(W1, W2), f"{W1} and {W2}", "swapped"),
+        ("dflash2", swapped(*BOOKS), f"{BOOKS[0]} and {BOOKS[1]}", "swapped"),
+    ],
+)
+def test_a_fault_of_any_family_is_named(thorough, plant, family, change, name, says):
+    report = thorough.examine(plant(family, change), seconds=1e9)
+    assert names(report) == [("self-test", name)], report.text()
+    assert report.findings[0].text.startswith(says)

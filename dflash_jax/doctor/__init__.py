@@ -127,9 +127,9 @@ class Doctor:
             text = "non-finite draft logits in the self-test"
             report.findings.append(Finding("self-test", "draft logits", text))
         search = Search(probe, screen, confirm, time.monotonic() + seconds)
-        self._search(report, search, base)
+        mended = self._search(report, search, base)
         if time.monotonic() < search.deadline:
-            report.findings += check_block(self._loaded.target, draft, base, screen)
+            report.findings += check_block(self._loaded.target, draft, mended, screen)
         head = confidence(whole)
         report.self_test = SelfTest(
             texts=whole.texts,
@@ -168,8 +168,8 @@ class Doctor:
         floor = texts.follower_floor(ids[split:], anchors[split:])
         return sight.rows(slice(0, split)), sight.rows(slice(split, None)), floor
 
-    def _search(self, report: Report, search: Search, base: Setting) -> None:
-        """Mend the setting while another does better, each step a finding."""
+    def _search(self, report: Report, search: Search, base: Setting) -> Setting:
+        """Mend the setting while another does better, each step a finding; the last one."""
         target, longest = self._loaded.target, search.screen.ids.shape[1]
         for _ in range(FAULTS):
             masks = statements.mask_candidates(base.config, self._loaded, self._raw)
@@ -179,6 +179,7 @@ class Doctor:
             suspect, comparison = found
             report.findings.append(_finding(suspect, comparison, base))
             base = suspect.setting
+        return base
 
 
 def examine(

@@ -15,6 +15,8 @@ CLIFF = 0.15
 training ended."""
 FOLD = 2.2
 """Times the second deepest fall: an ordinary decline has no single cliff."""
+HEALTHY = 0.2
+"""Of the first slot: below it something else is the matter."""
 GAIN, SURE = 0.003, 2.0
 """Log-probability a token, and its standard errors, that a twice as long block must bring to the
 slots of the stated one."""
@@ -34,7 +36,7 @@ def check_block(
     own, wide = probe.score(sight, base), probe.score(sight, double)
     inside = size - first
     rates, beyond = slot_rates(own, inside), slot_rates(wide, inside + 1)
-    if inside < 2 or rates is None or beyond is None:
+    if inside < 2 or rates is None or beyond is None or min(rates[0], beyond[0]) < HEALTHY:
         return []
     found, text = compare(own, wide), None
     step = 1 - (beyond[inside - 1] / beyond[0]) ** (1 / (inside - 1))
@@ -44,14 +46,15 @@ def check_block(
     if found.gain >= GAIN and found.sigmas >= SURE and next_step < 1.5 * max(step, 0) + 0.03:
         text = (
             f"{size} ends too early: a block of {2 * size} goes on as well behind it "
-            f"(slot {inside} {beyond[inside - 1]:.2f}, slot {inside + 1} {beyond[inside]:.2f}), and "
-            f"its first slots gain {found.gain:+.3f} a token ({found.sigmas:.1f} standard errors)"
+            f"(slot {inside} {beyond[inside - 1]:.2f}, slot {inside + 1} {beyond[inside]:.2f}), "
+            f"and its first slots gain {found.gain:+.3f} a token "
+            f"({found.sigmas:.1f} standard errors)"
         )
     elif len(others) > 1 and cliff > CLIFF and cliff > FOLD * max(others):
         at = int(np.argmax(falls)) + 1
         text = (
-            f"{size} may be too long: behind slot {at} right drafts fall from {rates[at - 1]:.2f} to "
-            f"{rates[at]:.2f}, as if trained with {at + first}"
+            f"{size} may be too long: behind slot {at} right drafts fall from {rates[at - 1]:.2f} "
+            f"to {rates[at]:.2f}, as if trained with {at + first}"
         )
     return [] if text is None else [Finding("self-test", "block_size", text)]
 

@@ -140,7 +140,7 @@ def check_sizes(stats: list[Stat]) -> Iterator[Finding]:
             others = [s.rms for s in siblings if s is not stat]
             if others and _odd(stat, others, norms if stat.is_norm else matrices):
                 ratio = stat.rms / float(np.median(others))
-                text = f"{ratio:.3g} times as large (rms) as the other layers'"
+                text = f"{ratio:.3g} times as large (rms) as in the other layers"
                 yield Finding("tensors", stat.name, text)
                 break
             low, high = NORM_SIZES if stat.is_norm else SIZES
