@@ -343,11 +343,17 @@ def _agreement(name: str, compiled: Any, args: tuple, work: Workload) -> float:
     out = _f32(compiled(*args, implementation=work.plan.implementation))
     with jax.default_matmul_precision("highest"):
         expected = reference(*_f32(args), implementation="xla")
-    error = float(jnp.linalg.norm(out - expected) / jnp.linalg.norm(expected))
-    # bf16 rounds at 4e-3, some ten times a layer.
-    limit = 1e-5 if exact else 3e-2
+
+    def distance(rows: jax.Array) -> float:
+        return float(jnp.linalg.norm(rows - expected) / jnp.linalg.norm(expected))
+
+    error, limit = distance(out), 1e-5
+    if not exact:
+        # bf16 rounds at 4e-3, some ten times a layer; DFlash2's convolutions of random weights
+        # carry that on, to 4e-2 at hidden 2048. The reference in the same dtype says how far.
+        limit = max(3e-2, 1.5 * distance(_f32(compiled(*args, implementation="xla"))))
     if not error <= limit:
-        raise ValueError(f"{name}: expected a relative error up to {limit}, found {error}")
+        raise ValueError(f"{name}: expected a relative error up to {limit:.3g}, found {error:.3g}")
     return error
 
 
