@@ -91,12 +91,13 @@ def _convolve(conv: DFlash2Conv, x: jax.Array, dyn: jax.Array, half: int) -> jax
     _, taps, hidden = conv.base_kernel.shape
     rows, groups = x.shape[-2], dyn.shape[-1]
     base = conv.base_kernel[half].astype(jnp.float32)
+    fixed = (*(1,) * (x.ndim - 1), groups, hidden // groups)
     x32 = x.astype(jnp.float32)
     out = jnp.zeros_like(x32)
     for tap in range(taps):
         before = [(0, 0)] * (x.ndim - 2) + [(tap, 0), (0, 0)]
         shifted = jnp.pad(x32, before)[..., :rows, :]
         by_group = shifted.reshape(*x.shape[:-1], groups, hidden // groups)
-        kernel = base[tap].reshape(groups, -1) + dyn[..., half, tap, :, None]
+        kernel = base[tap].reshape(fixed) + dyn[..., half, tap, :, None]
         out = out + (kernel * by_group).reshape(x.shape)
     return out.astype(x.dtype)

@@ -345,7 +345,7 @@ def ingest_ctx(
 def _ingest(draft, kv, feats, pos_new, count, implementation: Implementation) -> DraftKV:
     rows, config = feats.shape[1], draft.config
     wide = kv.ring is not None and rows > kv.slack
-    held = jnp.where(jnp.arange(rows) < count[:, None], pos_new, ABSENT)
+    held = jnp.where(jnp.arange(rows)[None] < count[:, None], pos_new, ABSENT)
     full_slot = cache.reserve(kv.full, rows)
     full = kv.full.replace(pos=cache.mark(kv.full, full_slot, held), next=full_slot + count)
     ring, ring_slot, order = kv.ring, None, None

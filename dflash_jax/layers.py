@@ -49,11 +49,16 @@ def row_linear(
     return jax.lax.psum(part, axis).astype(x.dtype)
 
 
+def along_last(vector: jax.Array | np.ndarray, ndim: int) -> jax.Array | np.ndarray:
+    """`vector [n]` as `[1, ..., 1, n]`: how it meets an array of `ndim` axes, said out loud."""
+    return vector.reshape((1,) * (ndim - 1) + (-1,))
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """`x / rms(x) * weight` over the last axis, statistics in f32, plain weights (not 1 + w)."""
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * weight
+    return (x32 * scale).astype(x.dtype) * along_last(weight, x.ndim)
 
 
 def swiglu(
@@ -137,7 +142,7 @@ def rope_tables(
     output by 2e-3 near position 20000, away from what it was trained with.
     """
     inv_freq, scaling = rope_frequencies(rope, head_dim)
-    angles = positions[..., None].astype(jnp.float32) * inv_freq
+    angles = positions[..., None].astype(jnp.float32) * along_last(inv_freq, positions.ndim + 1)
     return jnp.cos(angles) * scaling, jnp.sin(angles) * scaling
 
 

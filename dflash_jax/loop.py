@@ -178,7 +178,7 @@ def prefill_chunk(
     """
     state, kv, last = caches
     taps = () if draft is None else draft.config.target_layer_ids
-    pos = state.len[:, None] + jnp.arange(ids.shape[1])
+    pos = state.len[:, None] + jnp.arange(ids.shape[1])[None]
     out, state = target.forward(state, ids, taps, implementation)
     state = target.commit(state, count)
     if draft is not None:

@@ -195,7 +195,8 @@ def _score_candidates(
     scores = unary + pairs
     gold = jnp.argmax(offered == labels, axis=-1)[..., None]
     loss = -jnp.take_along_axis(jax.nn.log_softmax(scores), gold, axis=-1)[..., 0]
-    inserted = missing[..., None] & (jnp.arange(head.top_k) == head.top_k - 1)
+    place = jax.lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    inserted = missing[..., None] & (place == head.top_k - 1)
     best = jnp.argmax(jnp.where(inserted, -jnp.inf, scores), axis=-1)[..., None]
     return loss, jnp.take_along_axis(offered, best, axis=-1)[..., 0]
 

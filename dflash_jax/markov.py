@@ -175,4 +175,4 @@ def confidence_raws(
         assert markov is not None
         rows = jnp.concatenate([rows, markov.w1[previous].astype(jnp.float32)], axis=-1)
     weight = confidence.weight.astype(jnp.float32)
-    return jnp.sum(rows * weight[0], axis=-1) + confidence.bias[0].astype(jnp.float32)
+    return jnp.sum(rows * weight, axis=-1) + confidence.bias[0].astype(jnp.float32)

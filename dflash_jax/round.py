@@ -103,7 +103,7 @@ def propose_block(
     block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
     noise = target.embed(block) * config.input_embedding_scale
     start = state.target.len
-    pos = start[:, None] + jnp.arange(plan.block_size)
+    pos = start[:, None] + jnp.arange(plan.block_size)[None]
     hidden, kv = forward_round(draft, state.draft, noise, pos, plan.implementation)
     first, count = plan.harvest.first_row, plan.verify_width - 1
     rows = hidden[:, first : first + count]
@@ -112,7 +112,8 @@ def propose_block(
         filters = uniforms = None
         if plan.sampled:
             filters = state.sampler.filters
-            uniforms = state.sampler.uniforms("draft", start[:, None] + 1 + jnp.arange(count))
+            positions = start[:, None] + 1 + jnp.arange(count)[None]
+            uniforms = state.sampler.uniforms("draft", positions)
         proposal = propose(
             draft,
             logits,
@@ -154,7 +155,7 @@ def clip_gain(
     """
     left = state.budget - state.emitted
     gain = jnp.minimum(accepted + 1, jnp.minimum(left, room))
-    rows = jnp.arange(tokens.shape[1])
+    rows = jnp.arange(tokens.shape[1])[None]
     stop_ids = jnp.atleast_2d(stop_ids)[:, None]
     stops = (tokens[..., None] == stop_ids).any(-1) & (rows < gain[:, None])
     stopped = stops.any(axis=1)
@@ -251,7 +252,7 @@ def settle_round(
     with jax.named_scope("commit"):
         target_state = target.commit(target_state, gain)
         if draft is not None:
-            pos = start[:, None] + jnp.arange(rows)
+            pos = start[:, None] + jnp.arange(rows)[None]
             feats = ctx_features(draft, out.taps, plan.implementation)
             kv = ingest_ctx(draft, kv, feats, pos, gain, plan.implementation)
     if meter is not None:

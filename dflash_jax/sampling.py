@@ -110,8 +110,8 @@ def leading(x: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
     def narrow(step: jax.Array, low: jax.Array) -> jax.Array:
         """The greatest `low` so far whose entries from it upwards still weigh `limit`."""
         shift = (32 - DIGIT * (step + 1)).astype(jnp.uint32)
-        from_here = key >= (low | (digits << shift))[:, None]
-        reached = jnp.where(from_here, weight, 0.0).sum(axis=-1) >= limit
+        from_here = key[None] >= (low | (digits << shift))[:, None]
+        reached = jnp.where(from_here, weight[None], 0.0).sum(axis=-1) >= limit
         return low | (reached.sum().astype(jnp.uint32) << shift)
 
     last = jax.lax.fori_loop(0, 32 // DIGIT, narrow, jnp.uint32(0))

@@ -310,7 +310,7 @@ def _lattice_sampled(pred, succ, unary, cand, hproj, anchor, temperature, unifor
 
 def _scores(pred_row, succ, unary_row, cand_row, hproj_row) -> jax.Array:
     """Scores `[k]` of one slot's candidates after one predecessor: multiply, then sum, in f32."""
-    pairs = jnp.sum(pred_row * hproj_row * _rows(succ, cand_row), axis=-1)
+    pairs = jnp.sum((pred_row * hproj_row)[None] * _rows(succ, cand_row), axis=-1)
     return unary_row.astype(jnp.float32) + pairs
 
 

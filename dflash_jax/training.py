@@ -146,7 +146,7 @@ class TrainState:
 
 def segment_positions(segment: jax.Array) -> jax.Array:
     """Position `[B, T]` of each token within its own document."""
-    index = jnp.arange(segment.shape[1])
+    index = jnp.arange(segment.shape[1])[None]
     first = jnp.pad(segment[:, 1:] != segment[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     return index - jax.lax.cummax(jnp.where(first, index, 0), axis=1)
 
@@ -185,9 +185,9 @@ def block_positions(
     pos = segment_positions(segment)
     own = jnp.take_along_axis(segment, anchors, axis=1)[..., None]
     start = jnp.take_along_axis(pos, anchors, axis=1)[..., None]
-    before = jnp.arange(segment.shape[1]) < anchors[..., None]
+    before = jnp.arange(segment.shape[1])[None, None] < anchors[..., None]
     context = jnp.where(before & (segment[:, None] == own), pos[:, None], ABSENT)
-    rows = start + jnp.arange(block_size)
+    rows = start + jnp.arange(block_size)[None, None]
     return rows, jnp.concatenate([context, rows], axis=-1)
 
 
@@ -306,7 +306,7 @@ def block_metrics(
     hidden = block_hidden(draft, feats, noise, batch.segment, anchors)
     rows = hidden[:, :, harvest.first_row : harvest.first_row + drafts]
 
-    at = anchors[..., None] + 1 + jnp.arange(drafts)
+    at = anchors[..., None] + 1 + jnp.arange(drafts)[None, None]
     inside, at = at < width, jnp.minimum(at, width - 1)
 
     def pick(table, index):

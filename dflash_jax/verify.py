@@ -47,7 +47,7 @@ def decide_sampled(
     draws the bonus token from p.
     """
     probs = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, sampler.filters)
-    positions = start[:, None] + 1 + jnp.arange(cand.shape[1])
+    positions = start[:, None] + 1 + jnp.arange(cand.shape[1])[None]
     u_residual = sampler.uniforms("residual", positions)
     u_bonus = sampler.uniforms("bonus", positions)
     accepted = jnp.zeros_like(start)
@@ -71,7 +71,7 @@ def decide_sampled(
         u = jnp.where(full, u, pick(u_residual))
     last = jax.vmap(draw)(law, u)
     drafts = jnp.concatenate([cand[:, 1:], cand[:, :1]], axis=1)
-    own = jnp.arange(cand.shape[1]) == accepted[:, None]
+    own = jnp.arange(cand.shape[1])[None] == accepted[:, None]
     return Decision(jnp.where(own, last[:, None], drafts), accepted)
 
 

@@ -184,7 +184,7 @@ def dspark_accept_prefix(cand: jax.Array, vam: jax.Array, vt: jax.Array | int) -
     2
     """
     agree = cand[..., 1:] == vam[..., :-1]
-    slot = jnp.arange(1, cand.shape[-1])
+    slot = 1 + jax.lax.broadcasted_iota(jnp.int32, agree.shape, agree.ndim - 1)
     agree = agree & (slot < jnp.asarray(vt)[..., None])
     return jnp.cumprod(agree.astype(jnp.int32), axis=-1).sum(axis=-1)
 

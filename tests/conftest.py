@@ -1,5 +1,5 @@
-"""Strict dtype promotion for the whole suite, the scripts' directory on the path, and a compiler
-that is quick, and clean between modules.
+"""Strict dtype and rank promotion for the whole suite, the scripts' directory on the path, and a
+compiler that is quick, and clean between modules.
 """
 
 import os
@@ -15,6 +15,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 jax.config.update("jax_num_cpu_devices", 8)
 # A silent int -> float or f32 -> f64 promotion is a bug; say every cast.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# And so is `[n]` that meets `[B, n]`, or `[B, B]`; say every axis.
+jax.config.update("jax_numpy_rank_promotion", "raise")
 
 # Most of the suite's time is XLA compiling small programs that run a few times, and half of that is
 # LLVM's optimisation (below) and jax 0.10's MLIR fusion emitters (later an unknown flag, so fatal).
@@ -23,6 +25,26 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 if jax.__version_info__ < (0, 11):
     flags = os.environ.get("XLA_FLAGS", "")
     os.environ["XLA_FLAGS"] = f"--xla_cpu_use_fusion_emitters=false {flags}"
+
+
+LONGEST = [
+    "test_law",
+    "test_session",
+    "test_oracles",
+    "test_sampled",
+    "test_loop",
+    "test_tail",
+    "test_training",
+    "test_policy",
+    "test_kernels_conv",
+    "test_bench",
+]
+
+
+def pytest_collection_modifyitems(items):
+    """A worker takes a file at a time, in this order: long ones first, so that all end together."""
+    order = {name: i for i, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(order)))
 
 
 def pytest_runtest_setup(item):

@@ -78,7 +78,7 @@ class TableTarget:
     ) -> tuple[TargetOutput, TableState]:
         check_taps(taps, self.num_layers)
         hidden = jax.nn.one_hot(ids, self.hidden_size, dtype=F32)
-        pos = (state.len[:, None] + jnp.arange(ids.shape[1])).astype(F32)
+        pos = (state.len[:, None] + jnp.arange(ids.shape[1])[None]).astype(F32)
         tap = jnp.zeros((*ids.shape, self.hidden_size), F32).at[..., -2].set(pos).at[..., -1].set(1)
         return TargetOutput(hidden, jnp.tile(tap, (1, 1, len(taps)))), state
 

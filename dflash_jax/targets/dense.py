@@ -187,8 +187,8 @@ def _layers(
     mesh axis to sum over.
     """
     config, rows, eps = target.config, x.shape[1], target.config.rms_norm_eps
-    pos = state.len[:, None] + jnp.arange(rows)
-    slots = jnp.arange(state.k[0].shape[2])
+    pos = state.len[:, None] + jnp.arange(rows)[None]
+    slots = jnp.arange(state.k[0].shape[2])[None]
     k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     place = BlockPlace(cos, sin, q_pos=pos, k_pos=k_pos, slot=state.len, end=state.len)
