@@ -269,7 +269,9 @@ def project(
     sums = jax.lax.dot_general(
         x, matrix.astype(x.dtype), contract, preferred_element_type=jnp.float32
     )
-    return (sums * weight.scales if weight.precision == "int8" else sums).astype(dtype)
+    if weight.precision == "int8":
+        sums = sums * weight.scales.reshape(*(1,) * (sums.ndim - 1), -1)
+    return sums.astype(dtype)
 
 
 def _refusal(x: jax.Array) -> str | None:

@@ -128,7 +128,7 @@ def cost_widths(meter: Meter, widths: tuple[int, ...], live: jax.Array, shared: 
     """
     rate = (meter.kept + PRIOR * OPTIMISM) / (meter.tried + PRIOR)
     rate = rate[:, None]
-    gain = (1 - rate ** jnp.asarray(widths, jnp.float32)) / (1 - rate)
+    gain = (1 - rate ** jnp.asarray(widths, jnp.float32)[None]) / (1 - rate)
     speed = gain / meter.seconds
     if shared:
         speed = jnp.where(live[:, None], speed, 0.0).sum(axis=0, keepdims=True)

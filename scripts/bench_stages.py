@@ -36,7 +36,7 @@ def backbone(work: Workload) -> Stage:
 
     def step(carry, i, target, draft, still):
         hidden, kv = carry
-        pos = kv.len[:, None] + jnp.arange(hidden.shape[1])
+        pos = kv.len[:, None] + jnp.arange(hidden.shape[1])[None]
         hidden, kv = forward_round(draft, kv, hidden, pos, work.plan.implementation)
         return hidden, kv.replace(len=kv.len + still)
 
@@ -84,7 +84,7 @@ def ingest(work: Workload) -> Stage:
 
     def step(carry, i, target, draft, still):
         kv, taps = carry
-        pos = kv.len[:, None] + jnp.arange(width)
+        pos = kv.len[:, None] + jnp.arange(width)[None]
         feats = ctx_features(draft, taps[i % taps.shape[0]])
         return ingest_ctx(draft, kv, feats, pos, still), taps
 

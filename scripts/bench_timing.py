@@ -309,7 +309,7 @@ def _quick_and_exact(work: Workload) -> bool:
 
 def _check_draft(work: Workload) -> float:
     noise, kv = backbone(work).carry
-    pos = kv.len[:, None] + jnp.arange(noise.shape[1])
+    pos = kv.len[:, None] + jnp.arange(noise.shape[1])[None]
     return _agreement("draft round", _draft_rows, (work.draft, kv, noise, pos), work)
 
 

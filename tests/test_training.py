@@ -346,7 +346,7 @@ def test_teacher_rows_are_those_that_predict_the_label(target, draft, texts):
     anchors, _ = draw_anchors(jax.random.key(6), batch, 12)
     # A drafter that were the teacher: its rows are the target's own rows for the same slots.
     drafts = draft.config.block_size - 1
-    at = (anchors[..., None] + jnp.arange(drafts)).reshape(3, -1)
+    at = (anchors[..., None] + jnp.arange(drafts)[None, None]).reshape(3, -1)
     rows = jnp.take_along_axis(view.hidden, at[..., None], 1)
     after = jnp.minimum(at + 1, batch.ids.shape[1] - 1)
     labels = jnp.take_along_axis(batch.ids, after, 1)
