@@ -23,8 +23,7 @@ TILES = (2048, 1024, 512, 256)
 """Keys in a tile; the widest whose scores stay within SCORE_BYTES, else the narrowest."""
 
 
-@struct.dataclass
-class BlockPlace:
+class BlockPlace(struct.PyTreeNode):
     """Where a block of rows stands: the same for every layer that shares a slot book.
 
     cos, sin: rope tables of its rows, `[B, rows, D / 2]` f32.

@@ -151,7 +151,7 @@ class Slots:
         **options: Any,
     ):
         capacity = between("capacity", capacity, 1, target.max_positions)
-        hosted.refuse_hosted(target, "batches that requests join")
+        target = hosted.refuse_hosted(target, "batches that requests join")
         self.kinds = kinds_of((), kinds)
         sampled = "sampled" in self.kinds
         self.plan = round_plan(target, draft, capacity=capacity, sampled=sampled, **options)
@@ -159,6 +159,7 @@ class Slots:
         self.slots, self._stops = between("slots", slots, 1, 1 << 16), stops
         self._meter = None
         if self.plan.policy.kind == "cost":
+            assert draft is not None
             given = options.get("costs")
             self.costs = given or cost.measure_costs(
                 target, draft, self.plan, self.slots, capacity // 2, self.kinds

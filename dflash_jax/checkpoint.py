@@ -28,6 +28,7 @@ from dflash_jax import quant, sharding
 from dflash_jax.config import (
     DFlashConfig,
     DSparkConfig,
+    MarkovKind,
     config_dict,
     parse_config,
     read_config,
@@ -110,8 +111,9 @@ class TensorFiles:
         index = self.directory / INDEX
         if index.is_file():
             table = read_json(index).get("weight_map")
-            names = table.values() if isinstance(table, dict) else [None]
-            if not all(isinstance(name, str) and SHARD.fullmatch(name) for name in names):
+            names = list(table.values()) if isinstance(table, dict) else [None]
+            sound = all(isinstance(name, str) and SHARD.fullmatch(name) for name in names)
+            if not isinstance(table, dict) or not sound:
                 raise ValueError(f"{index}: expected JSON with a weight_map of file names")
             missing = sorted({f for f in table.values() if not (self.directory / f).is_file()})
             if missing:
@@ -437,8 +439,9 @@ def named_tensors(draft: DFlashDraft) -> dict[str, Any]:
     for name, entry in tensor_table(draft.config, rows).items():
         part = slice(entry.start, entry.start + entry.shape[0])
         if entry.leaf in quantised:
-            arrays = (leaves[f"{entry.leaf}.{field}"][part] for field in ("values", "scales"))
-            tensors[name] = QuantizedLinear(*arrays, draft.config.precision)
+            values, scales = (leaves[f"{entry.leaf}.{f}"][part] for f in ("values", "scales"))
+            assert draft.config.precision is not None
+            tensors[name] = QuantizedLinear(values, scales, draft.config.precision)
         else:
             tensors[name] = leaves[entry.leaf][part]
     return tensors if rows is None else tensors | {D2T: leaves["head.d2t"]}
@@ -512,13 +515,14 @@ def _resolve_dspark(files: TensorSource, stated: DSparkConfig) -> DSparkConfig:
             shape = list(files.shape(name))
             raise ValueError(f"{files.directory}: {name}: expected two axes, found {shape}")
     rank = files.shape(MARKOV_IN)[1] if MARKOV_IN in names else 0
-    kinds = [kind for kind, mix in MIXES.items() if f"{MARKOV}{mix}.weight" in names]
+    kinds: list[MarkovKind] = [k for k, mix in MIXES.items() if f"{MARKOV}{mix}.weight" in names]
     if len(kinds) > 1:
         raise ValueError(f"{files.directory}: expected one Markov head, found {kinds}")
+    kind: MarkovKind = kinds[0] if kinds else "vanilla"
     confidence = weight in names
     plain = confidence and norm in names and files.shape(weight)[1:] == files.shape(norm)
     held = DSparkConfig(
-        markov_head_type=kinds[0] if kinds else "vanilla",
+        markov_head_type=kind,
         markov_rank=rank,
         confidence=confidence,
         confidence_with_markov=confidence and not plain,

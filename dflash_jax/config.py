@@ -65,6 +65,9 @@ class RopeConfig:
     high_freq_factor: float | None = None
 
 
+MarkovKind = Literal["vanilla", "gated", "rnn"]
+
+
 @dataclasses.dataclass(frozen=True)
 class DSparkConfig:
     """What a DSpark config states of its heads; None where it is silent and the tensors decide.
@@ -72,7 +75,7 @@ class DSparkConfig:
     `markov_rank` 0 means no Markov head.
     """
 
-    markov_head_type: Literal["vanilla", "gated", "rnn"] | None = None
+    markov_head_type: MarkovKind | None = None
     markov_rank: int | None = None
     confidence: bool | None = None
     confidence_with_markov: bool | None = None
@@ -549,10 +552,11 @@ def _target_layer_ids(
     if len(set(ids)) != len(ids):
         raise ValueError(f"target_layer_ids: expected distinct ids, found {list(ids)!s:.200}")
     upper = f"..{num_target_layers - 1}" if num_target_layers is not None else " and up"
+    ids = tuple(map(int, ids))
     bad = [i for i in ids if i < 0 or (num_target_layers is not None and i >= num_target_layers)]
     if bad:
         raise ValueError(
             f"target_layer_ids: expected ids in 0{upper} "
             f"(num_target_layers {num_target_layers}), found {bad!s:.200}"
         )
-    return tuple(ids)
+    return ids

@@ -18,8 +18,7 @@ MOST_ROWS = 64
 """Rows of a block that the kernel takes: all of them are in one tile."""
 
 
-@struct.dataclass
-class DFlash2Conv:
+class DFlash2Conv(struct.PyTreeNode):
     """base_kernel `[2, k, H]` (half, tap, channel); kernel_projection `[2 * k * groups, H]`.
 
     Tap 0 is this row, tap o the row o before; half 0 prepares, half 1 finishes. A group of

@@ -65,8 +65,7 @@ def chat_format(codec: Any) -> ChatFormat:
     return ChatFormat(ids(opening), ids(to_assistant), ids(to_user))
 
 
-@struct.dataclass
-class Starts:
+class Starts(struct.PyTreeNode):
     """How rows begin and how their answers are drawn.
 
     ids `[B, P]`, length `[B]`: given tokens. role `[B]`: who speaks after them. temperature `[B]`
@@ -102,8 +101,7 @@ class SampleOptions:
             )
 
 
-@struct.dataclass
-class _Walk:
+class _Walk(struct.PyTreeNode):
     """The state of the sampling loop; `place [B]` runs through the template tokens put in."""
 
     ids: jax.Array

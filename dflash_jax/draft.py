@@ -6,6 +6,7 @@ accept one sequence (`[rows, H]`) or a batch (`[B, rows, H]`) alike.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,7 @@ from dflash_jax.selector import DFlash2Head
 Matrix = jax.Array | QuantizedLinear
 
 
-@struct.dataclass
-class DFlashLayer:
+class DFlashLayer(struct.PyTreeNode):
     """One drafter layer; fused rows keep the order q, k, v and gate, up.
 
     input_norm, post_norm `[H]`; qkv `[(heads + 2 * kv_heads) * D, H]`; q_norm, k_norm `[D]`;
@@ -49,8 +49,7 @@ class DFlashLayer:
     mlp_conv: DFlash2Conv | None = None
 
 
-@struct.dataclass
-class DraftHead:
+class DraftHead(struct.PyTreeNode):
     """A drafter's own head, as a rule over a smaller vocabulary (see `head.trim_head`).
 
     lm_head `[V_draft, H]`; d2t `[V_draft]` int32 offsets: target id = draft id + d2t[draft id].
@@ -64,8 +63,7 @@ class DraftHead:
         return ids + self.d2t[ids]
 
 
-@struct.dataclass
-class DFlashDraft:
+class DFlashDraft(struct.PyTreeNode):
     """A drafter: config (static), layers, fc `[H, taps * H]`, hidden_norm `[H]`, norm `[H]`.
 
     Where `config.precision` names a format, the layers' projections, fc and a head's rows are
@@ -98,10 +96,10 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
     `config.precision` says how projections are held. head_rows: of a head of its own.
     """
 
-    def array(*shape: int, dtype: jnp.dtype = dtype) -> jax.ShapeDtypeStruct:
+    def array(*shape: int, dtype: jnp.dtype = dtype) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    def matrix(rows: int, columns: int) -> jax.ShapeDtypeStruct | QuantizedLinear:
+    def matrix(rows: int, columns: int) -> Any:
         if config.precision is None:
             return array(rows, columns)
         return quant.abstract(rows, columns, config.precision)
@@ -139,17 +137,19 @@ def abstract(config: DFlashConfig, dtype: jnp.dtype, head_rows: int | None = Non
             "gated": (rank, hidden + rank),
             "rnn": (3 * rank, 2 * rank + hidden),
         }
-        shape = mix[spark.markov_head_type]
+        kind = spark.markov_head_type or "vanilla"
+        shape = mix[kind]
         markov = MarkovHead(
             w1=array(vocabulary, rank),
             w2=array(head_rows or vocabulary, rank),
             mix=array(*shape) if shape else None,
             mix_bias=array(shape[0]) if shape else None,
-            kind=spark.markov_head_type,
+            kind=kind,
         )
     if spark is not None and spark.confidence:
-        width = hidden + (spark.markov_rank if spark.confidence_with_markov else 0)
-        confidence = ConfidenceHead(array(1, width), array(1), spark.confidence_with_markov)
+        with_markov, rank = bool(spark.confidence_with_markov), spark.markov_rank or 0
+        width = hidden + (rank if with_markov else 0)
+        confidence = ConfidenceHead(array(1, width), array(1), with_markov)
     if two is not None:
         vocabulary, rank = config.vocabulary, two.selector_rank
         codebook = array(vocabulary, rank)
@@ -344,26 +344,25 @@ def ingest_ctx(
 
 def _ingest(draft, kv, feats, pos_new, count, implementation: Implementation) -> DraftKV:
     rows, config = feats.shape[1], draft.config
-    wide = kv.ring is not None and rows > kv.slack
     held = jnp.where(jnp.arange(rows)[None] < count[:, None], pos_new, ABSENT)
     full_slot = cache.reserve(kv.full, rows)
     full = kv.full.replace(pos=cache.mark(kv.full, full_slot, held), next=full_slot + count)
     ring, ring_slot, order = kv.ring, None, None
-    if wide:
-        ring, order = cache.keep_last(kv.ring, held, kv.ring_rows)
-    elif kv.ring is not None:
-        ring_slot = cache.reserve(kv.ring, rows)
-        ring = kv.ring.replace(pos=cache.mark(kv.ring, ring_slot, held), next=ring_slot + count)
+    if ring is not None and rows > kv.slack:
+        ring, order = cache.keep_last(ring, held, kv.ring_rows)
+    elif ring is not None:
+        ring_slot = cache.reserve(ring, rows)
+        ring = ring.replace(pos=cache.mark(ring, ring_slot, held), next=ring_slot + count)
     cos, sin = rope_tables(config.rope, config.head_dim, pos_new)
     new_k, new_v = list(kv.k), list(kv.v)
     for i, layer in enumerate(draft.layers):
         with jax.named_scope(f"ingest_{i}"):
             k, v = context_kv(config, layer, feats, cos, sin, implementation)
-            if wide and kv.ring_layers[i]:
+            if order is not None and kv.ring_layers[i]:
                 new_k[i] = cache.gather_rows(kv.k[i], k, order)
                 new_v[i] = cache.gather_rows(kv.v[i], v, order)
             else:
-                slot = ring_slot if kv.ring_layers[i] else full_slot
+                slot = full_slot if ring_slot is None or not kv.ring_layers[i] else ring_slot
                 new_k[i] = cache.write_rows(kv.k[i], k, slot)
                 new_v[i] = cache.write_rows(kv.v[i], v, slot)
     return kv.replace(k=new_k, v=new_v, len=kv.len + count, full=full, ring=ring)
@@ -468,7 +467,8 @@ def layer_forward(
     `[B, b, heads * D]` and brings the context (cached or not). The kernels have no gradients: who
     wants them says so. axis: within a shard, the mesh axis to sum over.
     """
-    eps, choice = config.rms_norm_eps, {"implementation": implementation}
+    eps = config.rms_norm_eps
+    choice: dict[str, Any] = {"implementation": implementation}
     attention, mlp = layer.attention_conv, layer.mlp_conv
     if attention is None or mlp is None:
         h = rms_norm(x, layer.input_norm, eps)

@@ -25,22 +25,20 @@ from dflash_jax.loop import CHUNKS, Caches
 from dflash_jax.propose import Proposal
 from dflash_jax.round import DecodeState, RoundPlan, propose_block, settle_round, window
 from dflash_jax.sampling import Sampler, SamplingParams
-from dflash_jax.targets import AnyTarget, HostedTarget, TargetOutput
+from dflash_jax.targets import AnyTarget, HostedTarget, Target, TargetOutput
 from dflash_jax.window import Meter
 
 WARM_ROUNDS = 1
 """As `loop.WARM_ROUNDS`: a round is more than one program, which only running compiles."""
 
 
-@struct.dataclass
-class Rows:
+class Rows(struct.PyTreeNode):
     """All that compiled programs see of a hosted target's state: the rows committed, `len [B]`."""
 
     len: jax.Array
 
 
-@struct.dataclass
-class Ran:
+class Ran(struct.PyTreeNode):
     """A forward that has already run, in the target's place: `[B, rows, V]`, `[B, rows, taps * H]`.
 
     Its `hidden` is the logits themselves.
@@ -56,6 +54,8 @@ class Ran:
         taps: tuple[int, ...],
         implementation: Implementation = None,
     ) -> tuple[TargetOutput, Rows]:
+        assert self.ran_logits is not None
+        assert self.ran_taps is not None
         return TargetOutput(self.ran_logits, self.ran_taps), state
 
     def commit(self, state: Rows, count: jax.Array) -> Rows:
@@ -70,12 +70,13 @@ def driver(target: AnyTarget) -> ModuleType:
     return sys.modules[__name__] if isinstance(target, HostedTarget) else loop
 
 
-def refuse_hosted(target: AnyTarget, what: str) -> None:
-    """NotImplementedError where the target runs outside JAX and `what` needs it inside."""
+def refuse_hosted(target: AnyTarget, what: str) -> Target:
+    """The target; NotImplementedError where it runs outside JAX and `what` needs it inside."""
     if isinstance(target, HostedTarget):
         raise NotImplementedError(
             f"{what}: expected a target that JAX compiles, found a {type(target).__name__}"
         )
+    return target
 
 
 def no_last(target: HostedTarget, batch: int) -> jax.Array:

@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -41,7 +41,8 @@ def resolve(
 
 def device_refusal() -> str | None:
     """Why the kernels cannot run on this process's default device, None where they can."""
-    device = jax.config.jax_default_device
+    config: Any = jax.config  # its options are made at run time
+    device = config.jax_default_device
     if isinstance(device, str):
         device = jax.devices(device)[0]
     device = jax.devices()[0] if device is None else device

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 from jax.sharding import Mesh
 
 from dflash_jax import sharding
@@ -20,8 +21,7 @@ ABSENT = -1
 """Position of a cache slot that holds nothing: attention never reads it, NaN included."""
 
 
-@struct.dataclass
-class Slots:
+class Slots(struct.PyTreeNode):
     """Which absolute position each slot of a kind of layer holds.
 
     pos: `[B, slots]`, ABSENT where nothing is. next: `[B]`, the slot the next row goes to.
@@ -32,8 +32,7 @@ class Slots:
     ring: bool = struct.field(pytree_node=False, default=False)
 
 
-@struct.dataclass
-class DraftKV:
+class DraftKV(struct.PyTreeNode):
     """Per-layer K (normed, roped) and V (raw) of the context rows.
 
     k, v: one leaf a layer, `[B, kv_heads, slots, D]`. len: `[B]`, rows committed so far.
@@ -111,7 +110,7 @@ def check_room(kv: DraftKV, rows: int) -> None:
     `dynamic_update_slice` would shift such a write silently. Inside a compiled loop the loop's
     own bound keeps the law.
     """
-    if isinstance(kv.len, jax.core.Tracer):
+    if isinstance(kv.len, Tracer):
         return
     longest = int((kv.len - kv.floor).max())
     if longest + rows > kv.capacity:

@@ -183,6 +183,7 @@ def prefill_chunk(
     state = target.commit(state, count)
     if draft is not None:
         feats = ctx_features(draft, out.taps, implementation)
+        assert kv is not None
         kv = ingest_ctx(draft, kv, feats, pos, count, implementation)
     index = jnp.maximum(count - 1, 0)[:, None, None]
     newest = jnp.take_along_axis(out.hidden, index, axis=1)[:, 0]
@@ -234,10 +235,10 @@ def start(
     raw = target.logits(last)[:, None]
     logits = raw if sampler is None else shaped_logits(sampler, raw, history, state.len)
     if plan.sampled:
+        assert sampler is not None
         # The prompt's last row stands where an anchor would: its next token is a bonus draw.
-        decision = decide_sampled(
-            None, jnp.zeros_like(budget)[:, None], logits, None, sampler, state.len - 1
-        )
+        cand = jnp.zeros_like(budget)[:, None]
+        decision = decide_sampled(None, cand, logits, jnp.ones_like(budget), sampler, state.len - 1)
         anchor = decision.tokens[:, 0]
     else:
         anchor = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)

@@ -6,7 +6,7 @@ DFlash2's candidate selection.
 
 import dataclasses
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +92,7 @@ def _head_pass(recipe, target, draft, heads, blocks, *, grad):
     def score(heads, rows, chunk):
         return score_blocks(recipe, target, draft, heads, chunk._replace(rows=rows))
 
-    def step(total, chunk):
+    def step(total: Any, chunk: Blocks) -> tuple[Any, Any]:
         if not grad:
             loss, (weight, correct) = score(heads, chunk.rows, chunk)
             return (total[0] + loss, total[1] + weight, total[2]), (correct, None)
@@ -159,6 +159,7 @@ def score_blocks(
         loss += recipe.l1 * distance
     choice = jnp.argmax(logits, axis=-1)
     if heads.confidence is not None:
+        assert distance is not None
         raws = jax.vmap(confidence_raws, in_axes=(None, None, 0, 0))
         # The head reads the rows as they are: it may not bend them to be easier to judge.
         fixed = jax.lax.stop_gradient((heads.markov, blocks.rows))
@@ -212,7 +213,8 @@ def _head_loss_backward(recipe, saved, cotangent):
     scale = cotangent[0]
     of_heads = jax.tree.map(lambda g, kind: (scale * g).astype(kind.dtype), of_heads, kinds)
     of_rows = (scale * of_rows.astype(jnp.float32)).astype(of_rows.dtype)
-    return None, None, of_heads, Blocks(of_rows, None, None, None, None)
+    none: Any = None
+    return None, None, of_heads, Blocks(of_rows, none, none, none, none)
 
 
 head_loss.defvjp(_head_loss_forward, _head_loss_backward)

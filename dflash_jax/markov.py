@@ -16,8 +16,7 @@ from dflash_jax.layers import linear
 from dflash_jax.sampling import Filters, draw, filtered_probs
 
 
-@struct.dataclass
-class MarkovHead:
+class MarkovHead(struct.PyTreeNode):
     """w1 `[V, r]`, w2 `[V_draft, r]`; gated and rnn heads add `mix` (weight, bias).
 
     vanilla: bias = W2 W1[prev]. gated: mix `[r, H + r]` gates the embedding by the hidden row.
@@ -33,8 +32,7 @@ class MarkovHead:
     kind: Literal["vanilla", "gated", "rnn"] = struct.field(pytree_node=False, default="vanilla")
 
 
-@struct.dataclass
-class ConfidenceHead:
+class ConfidenceHead(struct.PyTreeNode):
     """weight `[1, in]`, bias `[1]`: a raw (pre-sigmoid) acceptance score a row.
 
     in = H, or H + r where `with_markov`: the row's predecessor embedding is appended.
@@ -159,7 +157,8 @@ def teacher_logits(
     """Corrected logits `[nd, V_draft]` where the tokens before the slots are given: `[nd]`."""
 
     def step(state, slot):
-        features, state = markov_features(markov, *slot, state)
+        token, row = slot
+        features, state = markov_features(markov, token, row, state)
         return state, features
 
     features = jax.lax.scan(step, markov_state(markov), (previous, hidden))[1]

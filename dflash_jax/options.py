@@ -175,11 +175,12 @@ def rounds_of(rounds: int | None, least: int) -> int:
 
 def stop_ids_of(stops: Any) -> list[int] | list[list[int]]:
     """Stop ids for all sequences, or a list of them for each."""
-    stops = listed(stops)
-    nested = isinstance(stops, Sequence) and not isinstance(stops, str) and len(stops) > 0
-    if nested and isinstance(listed(stops[0]), Sequence) and not isinstance(stops[0], str):
-        return [token_ids_of("stop_token_ids", ids, None) for ids in stops]
-    return token_ids_of("stop_token_ids", stops, None)
+    every: Any = listed(stops)
+    many = isinstance(every, Sequence) and not isinstance(every, str) and len(every) > 0
+    first = listed(every[0]) if many else None
+    if isinstance(first, Sequence) and not isinstance(first, str):
+        return [token_ids_of("stop_token_ids", ids, None) for ids in every]
+    return token_ids_of("stop_token_ids", every, None)
 
 
 def requests_of(sampling: Any) -> SamplingParams | Sequence[SamplingParams]:
@@ -205,7 +206,7 @@ def sequence_of(name: str, values: Any) -> Sequence[Any]:
     return values
 
 
-def token_ids_of(name: str, ids: Iterable[int], vocabulary: int | None) -> list[int]:
+def token_ids_of(name: str, ids: Any, vocabulary: int | None) -> list[int]:
     """Token ids as ints; without a vocabulary, those that an int32 holds."""
     ids = listed(ids)
     if not isinstance(ids, Iterable):

@@ -269,7 +269,7 @@ def _compiled(target, draft, plan, batch, chunk, caches, state) -> tuple[int, in
         loop.prefill_chunk.lower(target, draft, caches, *prompt, **implementation),
         loop.decode.lower(target, draft, state, _ints(batch, 8), _ints(), plan),
     )
-    found = [program.compile().memory_analysis() for program in programs]
+    found: list[Any] = [program.compile().memory_analysis() for program in programs]
     return found[0].temp_size_in_bytes, found[1].temp_size_in_bytes
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.core import Tracer
 
 from dflash_jax import markov, selector, sharding
 from dflash_jax.draft import DFlashDraft
@@ -21,8 +22,7 @@ from dflash_jax.targets import Target
 RowDraws = Literal["argmax", "sample"]
 
 
-@struct.dataclass
-class Proposal:
+class Proposal(struct.PyTreeNode):
     """What one round drafts, `nd` slots for each of `B` sequences.
 
     tokens `[B, nd]`: target ids. q_chosen `[B, nd]`: each draft's probability under the law it was
@@ -110,10 +110,11 @@ def propose(
         proposal = _propose_chain(draft, logits, hidden, anchor, filters, uniforms)
     else:
         proposal = _propose_rows(draft, logits, filters, uniforms, row_draws, implementation)
-    if draft.confidence is None:
+    confidence = draft.confidence
+    if confidence is None:
         return proposal
     previous = jnp.concatenate([anchor[:, None], proposal.tokens[:, :-1]], axis=1)
-    raws = jax.vmap(lambda h, p: markov.confidence_raws(draft.confidence, draft.markov, h, p))
+    raws = jax.vmap(lambda h, p: markov.confidence_raws(confidence, draft.markov, h, p))
     return proposal.replace(raws=raws(hidden, previous))
 
 
@@ -165,6 +166,7 @@ def dflash2_propose_sampled(
     rows = (logits[None], hidden[None], anchor)
     proposal = propose(draft, *rows, off, uniforms[None], implementation=implementation)
     _refuse_fault(proposal)
+    assert proposal.q_rows is not None
     return proposal.tokens[0], proposal.q_chosen[0], proposal.q_rows[0]
 
 
@@ -175,7 +177,7 @@ def _require_selector(draft: DFlashDraft) -> None:
 
 def _refuse_fault(proposal: Proposal) -> None:
     fault = proposal.fault[0]
-    if not isinstance(fault, jax.core.Tracer) and int(fault) >= 0:
+    if not isinstance(fault, Tracer) and int(fault) >= 0:
         raise ValueError(f"non-finite draft logits: sequence 0, draft slot {int(fault) + 1}")
 
 
@@ -211,6 +213,7 @@ def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal
     walk = partial(markov.dspark_chain_sampled, **names)
     walk = jax.vmap(walk, in_axes=(None, 0, 0, 0, 0, 0))
     chain = walk(draft.markov, logits, hidden, anchor, filters, uniforms)
+    assert chain.q_rows is not None
     return _with_law(draft, Proposal(chain.tokens, chain.q_chosen, fault), chain.q_rows)
 
 

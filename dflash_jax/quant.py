@@ -36,8 +36,7 @@ MOST_ROWS = 64
 """Rows that the kernel takes: all of them are in one tile."""
 
 
-@struct.dataclass
-class QuantizedLinear:
+class QuantizedLinear(struct.PyTreeNode):
     """A matrix `[out, in]` as integers `values` and `scales`, in the shapes of the module's table.
 
     `values` of q4_0 are `[out, 32 * ceil(in / 64)]`.

@@ -53,8 +53,7 @@ class RoundPlan:
     implementation: Implementation = None
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """Everything a round reads and writes; `B` sequences side by side.
 
     target: the target's state; draft: the drafter's KV (None when decoding plainly).
@@ -104,6 +103,7 @@ def propose_block(
     noise = target.embed(block) * config.input_embedding_scale
     start = state.target.len
     pos = start[:, None] + jnp.arange(plan.block_size)[None]
+    assert state.draft is not None
     hidden, kv = forward_round(draft, state.draft, noise, pos, plan.implementation)
     first, count = plan.harvest.first_row, plan.verify_width - 1
     rows = hidden[:, first : first + count]
@@ -111,6 +111,7 @@ def propose_block(
         logits = draft_logits(target, draft, rows, plan.implementation)
         filters = uniforms = None
         if plan.sampled:
+            assert state.sampler is not None
             filters = state.sampler.filters
             positions = start[:, None] + 1 + jnp.arange(count)[None]
             uniforms = state.sampler.uniforms("draft", positions)
@@ -182,6 +183,7 @@ def spec_round(
     drafted = partial(_drafted_round, target, draft, plan, settle)
     if plan.policy.kind != "cost":
         return drafted(None, state)
+    assert state.meter is not None
     live = ~state.done
     wanted = cost_widths(state.meter, plan.widths, live, shared=not plan.sampled)
     drafting = (live & (wanted > 1)).any()
@@ -254,6 +256,7 @@ def settle_round(
         if draft is not None:
             pos = start[:, None] + jnp.arange(rows)[None]
             feats = ctx_features(draft, out.taps, plan.implementation)
+            assert kv is not None
             kv = ingest_ctx(draft, kv, feats, pos, gain, plan.implementation)
     if meter is not None:
         meter = metered(meter, decision.accepted, width, live)
@@ -280,6 +283,7 @@ def decide(state, proposal, cand, logits, width, plan):
             history = write_at(history, cand[:, 1:], length, axis=1)
         logits = shaped_logits(state.sampler, logits, history, length)
     if plan.sampled:
+        assert state.sampler is not None
         start = state.target.len
         decision = decide_sampled(proposal, cand, logits, width, state.sampler, start)
     else:

@@ -40,8 +40,7 @@ RANGES = {
 """Kind and range of the fields of `SamplingParams`."""
 
 
-@struct.dataclass
-class Filters:
+class Filters(struct.PyTreeNode):
     """temperature; top_k (0: off); top_p (1: off); min_p (0: off). Scalars, `[B]` when vmapped.
 
     None where no sequence has such a filter: a program without it.
@@ -58,8 +57,7 @@ class Filters:
         return cls(jnp.zeros((batch,), jnp.float32))
 
 
-@struct.dataclass
-class Penalties:
+class Penalties(struct.PyTreeNode):
     """repeat (1: off), frequency and presence (0: off) over the last `last_n` tokens of prompt and
     output (0: off, -1: all of them).
     """
@@ -292,8 +290,7 @@ def kinds_of(params: Iterable[SamplingParams], more: Iterable[Kind] = ()) -> fro
     return frozenset(more).union(*(p.kinds for p in params))
 
 
-@struct.dataclass
-class Sampler:
+class Sampler(struct.PyTreeNode):
     """`SamplingParams` of `B` sequences on the device; `bias [B, V]` and `penalties` are None where
     no sequence has any.
     """

@@ -31,8 +31,7 @@ MOST_TILE = 1 << 14
 """Of the walk kernel: one slot's codebook entries, k * R, which it holds in registers."""
 
 
-@struct.dataclass
-class DFlash2Head:
+class DFlash2Head(struct.PyTreeNode):
     """The selector: hidden_projection `[R, H]`, predecessor and successor codebooks `[V, R]`."""
 
     hidden_projection: jax.Array

@@ -4,7 +4,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypedDict, Unpack, overload
+from typing import Any, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -342,11 +342,11 @@ class SpecSession:
 
     def burst(self, rounds: int | None = None) -> None:
         """Decode `rounds` more rounds (default: until every sequence is done)."""
-        self._require_open()
+        state = self._require_open()
         limit = jnp.int32(rounds_of(rounds, 0))
         began = time.perf_counter()
         self.state = self._driver.decode(
-            self.target, self.draft, self.state, self._stops, limit, self.plan
+            self.target, self.draft, state, self._stops, limit, self.plan
         )
         jax.block_until_ready(self.state)
         self._seconds += time.perf_counter() - began
@@ -360,7 +360,8 @@ class SpecSession:
         rounds = rounds_of(rounds, 1)
         sent = [0] * len(self._context)
         while True:
-            tokens, emitted = np.asarray(self.state.tokens), np.asarray(self.state.emitted)
+            state = self._require_open()
+            tokens, emitted = np.asarray(state.tokens), np.asarray(state.emitted)
             yield [tokens[b, sent[b] : n].tolist() for b, n in enumerate(emitted)]
             sent = emitted.tolist()
             if self.done:
@@ -374,7 +375,7 @@ class SpecSession:
 
         Equal to opening prompt + emitted tokens + suffix from cold, without redoing their rows.
         """
-        self._require_open()
+        state = self._require_open()
         suffixes = sequence_of("suffixes", suffixes)
         if len(suffixes) != len(self._context):
             raise ValueError(
@@ -395,7 +396,7 @@ class SpecSession:
         budget = self._budgets(max_new_tokens, len(rows))
         self._context, self._tick = held, None
         last = self._driver.no_last(self.target, len(rows))
-        caches = loop.Caches(self.state.target, self.state.draft, last)
+        caches = loop.Caches(state.target, state.draft, last)
         self._prefill(caches, rows, budget, time.perf_counter())
 
     def memory(
@@ -411,7 +412,7 @@ class SpecSession:
         Nothing need be open, and target and draft may be abstract: see `plan.plan_memory`.
         prompt: tokens of the longest prompt, where it is shorter than its widest chunk.
         """
-        hosted.refuse_hosted(self.target, "memory plan")
+        target = hosted.refuse_hosted(self.target, "memory plan")
         batch = between("batch", batch, 1, ALL_ROUNDS)
         context = between("context", context, 1, self.target.max_positions)
         capacity = self._capacity_for(context)
@@ -424,7 +425,7 @@ class SpecSession:
         prompt = between("prompt", prompt, 1, context)
         widest = self._chunk or loop.widest_chunk(batch, prompt)
         return plan_memory(
-            self.target,
+            target,
             self.draft,
             plan,
             batch=batch,
@@ -436,22 +437,20 @@ class SpecSession:
 
     def export_tail(self, sequence: int = 0, upto: int | None = None) -> DraftTail:
         """A sequence's latest draft rows, for `open(tail=...)` elsewhere (see `kv.export_tail`)."""
-        self._require_open()
-        if self.draft is None:
+        state = self._require_open()
+        if self.draft is None or state.draft is None:
             raise ValueError("tail: expected a drafter, found a plain session")
         sequence = between("sequence", sequence, 0, len(self._context) - 1)
-        return cache.export_tail(self.draft.config, self.state.draft, upto, sequence)
+        return cache.export_tail(self.draft.config, state.draft, upto, sequence)
 
     @property
     def done(self) -> bool:
         """Whether every sequence has finished."""
-        self._require_open()
-        return bool(np.asarray(self.state.done).all())
+        return bool(np.asarray(self._require_open().done).all())
 
     def results(self) -> list[Generation]:
         """What each sequence has got since `open` or `resume`."""
-        self._require_open()
-        host = books(self.state)
+        host = books(self._require_open())
         stops = self._stops_of(len(self._context))
         times = self._prefill_seconds, self._seconds
         return [
@@ -479,8 +478,10 @@ class SpecSession:
         if self.plan.policy.kind == "cost":
             # Before the caches, too: measuring takes as much memory as they do.
             longest, kinds = max(map(len, rows)), kinds_of(self._params(len(rows)))
+            target, draft = hosted.refuse_hosted(self.target, "policy cost"), self.draft
+            assert draft is not None
             self.costs = self._given_costs or cost.measure_costs(
-                self.target, self.draft, self.plan, len(rows), longest, kinds
+                target, draft, self.plan, len(rows), longest, kinds
             )
         return rows, budget
 
@@ -499,7 +500,7 @@ class SpecSession:
             raise ValueError(f"draft_from: expected an integer, found {done!r}")
         if done == 0 and tail is None:
             return caches, 0
-        if self.draft is None:
+        if self.draft is None or caches.draft is None:
             raise ValueError("draft_from, tail: expected a drafter, found a plain session")
         if tail is not None and (draft_from or len(rows) != 1):
             raise ValueError(
@@ -548,6 +549,7 @@ class SpecSession:
         )
         meter = None
         if self.plan.policy.kind == "cost":
+            assert self.costs is not None
             meter = Meter.of(cost.table(self.costs, len(budget)))
         self.state = self._driver.start(
             self.target,
@@ -571,7 +573,7 @@ class SpecSession:
         return list(self._sampling)
 
     def _stops_of(self, batch: int) -> list[list[int]]:
-        stops = self.stop_token_ids
+        stops: list[Any] = self.stop_token_ids
         if not stops or not isinstance(stops[0], list):
             return [stops] * batch
         if len(stops) != batch:
@@ -581,9 +583,9 @@ class SpecSession:
         return stops
 
     def _budgets(self, max_new_tokens: int | Sequence[int], batch: int) -> list[int]:
-        max_new_tokens = listed(max_new_tokens)
-        many = isinstance(max_new_tokens, Sequence) and not isinstance(max_new_tokens, str)
-        budget = list(max_new_tokens) if many else [max_new_tokens] * batch
+        asked = listed(max_new_tokens)
+        many = isinstance(asked, Sequence) and not isinstance(asked, str)
+        budget: list[Any] = list(asked) if many else [asked] * batch
         if len(budget) != batch:
             raise ValueError(
                 f"max_new_tokens: expected {batch} (one a prompt), found {len(budget)}"
@@ -612,14 +614,14 @@ class SpecSession:
         return between("capacity", self._capacity, 1, limit)
 
     def _check_faults(self) -> None:
-        check_faults(self.state, [f"sequence {b}" for b in range(len(self._context))])
+        check_faults(self._require_open(), [f"sequence {b}" for b in range(len(self._context))])
 
     def _check_invariants(self) -> None:
         """Between rounds both caches hold prompt + emitted - 1 rows, and the anchor is last."""
-        state = self.state
+        state = self._require_open()
         emitted = np.asarray(state.emitted)
         rows = emitted - 1 + np.array([len(context) for context in self._context])
-        held = {"target": state.target.len} | ({"draft": state.draft.len} if self.draft else {})
+        held = {"target": state.target.len} | ({"draft": state.draft.len} if state.draft else {})
         for name, length in held.items():
             if not np.array_equal(length, rows):
                 raise AssertionError(f"{name} rows: expected {rows}, found {np.asarray(length)}")
@@ -627,6 +629,7 @@ class SpecSession:
         if not np.array_equal(state.anchor, last):
             raise AssertionError(f"anchor: expected {last}, found {np.asarray(state.anchor)}")
 
-    def _require_open(self) -> None:
+    def _require_open(self) -> DecodeState:
         if self.state is None:
             raise ValueError("session: expected open() first, found nothing open")
+        return self.state

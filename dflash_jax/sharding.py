@@ -193,7 +193,7 @@ def by_sequence(
 
 def shard(model: Any, mesh: Mesh) -> Any:
     """A model of one device, split over a mesh. ValueError where it does not fit (`check`)."""
-    own = getattr(model, "mesh", _UNKNOWN)
+    own: Any = getattr(model, "mesh", _UNKNOWN)
     if own is _UNKNOWN:
         kind = type(model).__name__
         raise NotImplementedError(f"mesh: expected a DenseTarget and a DFlashDraft, found a {kind}")

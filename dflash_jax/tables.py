@@ -2,12 +2,12 @@
 
 import dataclasses
 
-from dflash_jax.config import DFlash2Config, DFlashConfig, DSparkConfig
+from dflash_jax.config import DFlash2Config, DFlashConfig, DSparkConfig, MarkovKind
 from dflash_jax.head import LM_HEAD
 
 MARKOV, CONFIDENCE, SELECTOR = "markov_head.", "confidence_head.proj.", "candidate_selector."
 MARKOV_IN, MARKOV_OUT = MARKOV + "markov_w1.weight", MARKOV + "markov_w2.weight"
-MIXES = {"gated": "gate_proj", "rnn": "joint_proj"}
+MIXES: dict[MarkovKind, str] = {"gated": "gate_proj", "rnn": "joint_proj"}
 FAMILY_PARTS = (MARKOV, "confidence_head.", SELECTOR)
 DSPARK_KEYS = {
     "markov_head_type": "markov_head_type",

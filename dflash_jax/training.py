@@ -88,8 +88,7 @@ class Schedule:
         return low + (self.peak - low) * 0.5 * (1 + math.cos(math.pi * share))
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """Token rows `[B, T]`.
 
     segment: 0 where padding, else the number of the document a token belongs to; several
@@ -102,16 +101,14 @@ class Batch:
     answer: jax.Array
 
 
-@struct.dataclass
-class Features:
+class Features(struct.PyTreeNode):
     """A frozen target's view of a batch: hidden `[B, T, H]` (after the final norm) and taps."""
 
     hidden: jax.Array
     taps: jax.Array
 
 
-@struct.dataclass
-class Metrics:
+class Metrics(struct.PyTreeNode):
     """Sums over blocks, so that batches can be added up; `summary` turns them into means.
 
     loss, weight: weighted loss and its weights. correct, labelled `[drafts]`: per slot.
@@ -134,8 +131,7 @@ class Metrics:
         }
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """draft: f32 master weights; ema: their running average; step: steps taken."""
 
     draft: DFlashDraft
@@ -319,7 +315,7 @@ def block_metrics(
     teacher_at = (at - 1).reshape(at.shape[0], -1, 1)
     teacher = jnp.take_along_axis(features.hidden, teacher_at, axis=1)
     size = rows.shape[-1]
-    loss, weight, correct = head_loss(
+    scored: Any = head_loss(
         recipe,
         target,
         draft.replace(markov=None, confidence=None, dflash2=None),
@@ -332,6 +328,7 @@ def block_metrics(
             labelled.reshape(-1, drafts),
         ),
     )
+    loss, weight, correct = scored
     correct = correct.reshape(labels.shape) & labelled
     gained = 1 + jnp.cumprod(correct.astype(jnp.int32), axis=-1).sum(-1)
     return Metrics(
@@ -495,7 +492,7 @@ def save_state(state: TrainState, path: str | Path) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_file = path.with_name(path.name + ".part")
-    leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
+    leaves: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
     with partial_file.open("wb") as file:
         np.savez(file, **leaves)
     partial_file.replace(path)

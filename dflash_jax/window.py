@@ -100,8 +100,7 @@ def default_widths(policy: DSparkVtPolicy, widest: int, rows_cost: bool = False)
     return tuple(sorted(parts)) if rows_cost and policy.kind != "fixed" else (widest,)
 
 
-@struct.dataclass
-class Meter:
+class Meter(struct.PyTreeNode):
     """What the `cost` policy knows of each of `B` sequences.
 
     seconds `[B, n]`: of a round at each compiled width, draft and all; the first width is 1, a step
@@ -161,10 +160,11 @@ def choose_vt(
     """
     if policy.kind == "ladder":
         return jnp.where(accepted < 0, cap, ladder_vt(accepted, cap)).astype(jnp.int32)
-    if policy.kind == "confidence":
-        return dspark_confidence_vt(raws, policy.tau, cap)
-    if policy.kind == "confidence-slot":
-        return dspark_slot_confidence_vt(raws, policy.tau, cap)
+    if policy.needs_confidence:
+        assert raws is not None
+        survival = policy.kind == "confidence"
+        width = dspark_confidence_vt if survival else dspark_slot_confidence_vt
+        return width(raws, policy.tau, cap)
     return jnp.int32(cap)
 
 

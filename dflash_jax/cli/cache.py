@@ -27,7 +27,8 @@ def add_compile_cache(parser: Any) -> None:
 
 def use_compile_cache() -> None:
     """Keep compiled programs in `cache_folder`, unless jax was told of another place already."""
-    if jax.config.jax_compilation_cache_dir is not None:
+    config: Any = jax.config  # its options are made at run time
+    if config.jax_compilation_cache_dir is not None:
         return
     folder = cache_folder()
     try:

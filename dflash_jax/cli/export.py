@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
     loaded = load_target(args.target, "bfloat16") if trimmed else None
     target, ranks = loaded and loaded.target, args.ranks
     if args.corpus and loaded is not None:
-        ranks = corpus_ranks(args.corpus, loaded.text, loaded.target.vocab_size)
+        ranks = corpus_ranks(args.corpus, loaded.text, loaded.target.vocab_size).tolist()
     draft = load_draft(
         args.draft,
         target,

@@ -169,6 +169,7 @@ def _generate(args: argparse.Namespace, mesh: Mesh | None) -> int:
     if stream or not args.compare:
         result = _decode(*request, stream=stream, show=args.progress if shown else False)
     if args.compare:
+        assert draft is not None
         comparison = compare(loaded.target, draft, prompt, args.max_new_tokens, **options)
         result = comparison.speculative
     if args.json:

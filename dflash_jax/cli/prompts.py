@@ -50,7 +50,7 @@ def template_args(args: argparse.Namespace, loaded: LoadedTarget) -> dict[str, A
             given[name] = value
     if given and (args.no_chat or args.ids or loaded.text is None):
         raise ValueError("--template-arg: expected a chat template to pass it to, found none")
-    known = loaded.text.template_arguments - {"messages"} if given else set()
+    known = loaded.text.template_arguments - {"messages"} if given and loaded.text else set()
     unread = sorted(given.keys() - known)
     if unread:
         names = ", ".join(sorted(known)) or "none"

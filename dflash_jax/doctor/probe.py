@@ -44,8 +44,7 @@ class Setting:
     edit: Callable[[DFlashDraft], DFlashDraft] | None = None
 
 
-@struct.dataclass
-class Sight:
+class Sight(struct.PyTreeNode):
     """Texts as the target sees them, `B` of `T` tokens.
 
     ids `[B, T]`; best `[B, T]`: the target's choice after each token; layers `[B, T, N + 2, H]`:
@@ -63,30 +62,28 @@ class Sight:
         return jax.tree.map(lambda x: x[index], self)
 
 
-@struct.dataclass
-class Knobs:
+class Knobs(struct.PyTreeNode):
     """A setting as arrays, for L layers and k taps.
 
     places `[k]`: of the taps, in `Sight.layers`. causal, window `[L]`. cap: infinite where off.
     """
 
-    places: jax.Array
-    mask_id: jax.Array
-    noise_scale: jax.Array
-    inv_freq: jax.Array
-    rope_scale: jax.Array
-    causal: jax.Array
-    window: jax.Array
-    eps: jax.Array
-    block: jax.Array
-    first: jax.Array
-    multiplier: jax.Array
-    cap: jax.Array
-    top_k: jax.Array
+    places: jax.Array | np.ndarray
+    mask_id: jax.Array | np.ndarray
+    noise_scale: jax.Array | np.ndarray
+    inv_freq: jax.Array | np.ndarray
+    rope_scale: jax.Array | np.ndarray
+    causal: jax.Array | np.ndarray
+    window: jax.Array | np.ndarray
+    eps: jax.Array | np.ndarray
+    block: jax.Array | np.ndarray
+    first: jax.Array | np.ndarray
+    multiplier: jax.Array | np.ndarray
+    cap: jax.Array | np.ndarray
+    top_k: jax.Array | np.ndarray
 
 
-@struct.dataclass
-class Scores:
+class Scores(struct.PyTreeNode):
     """Teacher-forced drafting, slot by slot `[n, S]`, one row an anchor.
 
     known: the slot is drafted, and the text there is what the target writes greedily. correct: the

@@ -102,8 +102,8 @@ def _logit_suspects(config: DFlashConfig, other: Callable[..., Suspect]) -> Iter
             says = "off" if cap is None else f"{cap:g}"
             yield other("final_logit_softcapping", says, True, final_logit_softcapping=cap)
     two = config.dflash2
-    for k in (4, 8, CANDIDATES) if two else ():
-        if k > two.selector_top_k:
+    for k in (4, 8, CANDIDATES):
+        if two is not None and k > two.selector_top_k:
             wider = dataclasses.replace(two, selector_top_k=k)
             yield other("selector_top_k", k, True, dflash2=wider)
 
@@ -258,11 +258,10 @@ def twins(config: DFlashConfig) -> Iterator[tuple[str, str]]:
     """Pairs of tensors of one shape that may have been taken for each other."""
     table, heads = tensor_table(config), []
     if config.dflash2 is not None:
-        heads = [
-            tuple(f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor"))
-        ]
+        side = "candidate_selector.{}_codebook".format
+        heads = [(side("predecessor"), side("successor"))]
     if config.dspark is not None and config.dspark.markov_rank:
-        heads = [tuple(f"markov_head.markov_{w}.weight" for w in ("w1", "w2"))]
+        heads = [("markov_head.markov_w1.weight", "markov_head.markov_w2.weight")]
     yield from heads
     near = [
         ("self_attn.k_proj.weight", "self_attn.v_proj.weight"),

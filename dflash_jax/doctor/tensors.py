@@ -168,7 +168,7 @@ def check_shape_of_values(stats: list[Stat]) -> Iterator[Finding]:
         if stat.largest > SPIKE * stat.rms:
             text = f"a value of {stat.largest:.3g}, {stat.largest / stat.rms:.0f} times the rms"
             yield Finding("tensors", stat.name, text)
-        if stat.rows is None or stat.is_table or stat.shape[0] < 8:
+        if stat.rows is None or stat.columns is None or stat.is_table or stat.shape[0] < 8:
             continue
         for axis, sizes in (("rows", stat.rows), ("columns", stat.columns)):
             empty = np.flatnonzero(sizes == 0)

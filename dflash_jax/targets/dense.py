@@ -5,6 +5,7 @@ One function serves prefill, verify and the one-token step: `DenseTarget.forward
 
 import dataclasses
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import kernels, sharding
-from dflash_jax.attention import BlockPlace, append_and_attend
+from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT
@@ -56,8 +57,7 @@ class DecoderConfig:
         return self.num_key_value_heads * self.head_dim
 
 
-@struct.dataclass
-class DenseLayer:
+class DenseLayer(struct.PyTreeNode):
     """One decoder layer; the fused rows of `DFlashLayer`, norms of q and k only where present."""
 
     input_norm: jax.Array
@@ -69,9 +69,15 @@ class DenseLayer:
     gate_up: jax.Array
     down: jax.Array
 
+    @property
+    def head_norms(self) -> HeadNorms:
+        """The norms of q and k together, where there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return None
+        return self.q_norm, self.k_norm
 
-@struct.dataclass
-class DenseState:
+
+class DenseState(struct.PyTreeNode):
     """KV cache: k, v one leaf a layer `[B, kv_heads, slots, D]`; slot = position; len `[B]`.
 
     Rows at and past `len` may hold anything.
@@ -82,8 +88,7 @@ class DenseState:
     len: jax.Array
 
 
-@struct.dataclass
-class DenseTarget:
+class DenseTarget(struct.PyTreeNode):
     """A dense decoder as a `Target`: embedding `[rows, H]`, layers, norm `[H]`, head `[rows, H]`.
 
     `head` is None where it is tied to the embedding. `mesh`: what it is split over, see `sharding`;
@@ -198,7 +203,7 @@ def _layers(
             h = rms_norm(x, layer.input_norm, eps)
             attended, new_k[i], new_v[i] = append_and_attend(
                 linear(h, layer.qkv),
-                (layer.q_norm, layer.k_norm) if config.qk_norm else None,
+                layer.head_norms,
                 eps,
                 place,
                 state.k[i],
@@ -222,7 +227,7 @@ def _layers(
 def abstract(config: DecoderConfig, dtype: jnp.dtype) -> DenseTarget:
     """The target's shapes and dtypes, the one source for loaders, random init and sharding."""
 
-    def array(*shape: int) -> jax.ShapeDtypeStruct:
+    def array(*shape: int) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     hidden, ff = config.hidden_size, config.intermediate_size

@@ -12,7 +12,7 @@ from dflash_jax.extras import require
 from dflash_jax.targets.dense import DenseTarget, abstract
 from dflash_jax.targets.gguf import GGUFFile, load_gguf, open_gguf
 from dflash_jax.targets.hf import load_hf, open_hf
-from dflash_jax.targets.torch import TorchTarget, load_torch
+from dflash_jax.targets.torch import load_torch
 from dflash_jax.text import TextCodec, codec_from_directory, codec_from_gguf
 
 DEFAULT_TARGET = "smollm2"
@@ -26,11 +26,12 @@ HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
 class LoadedTarget(NamedTuple):
     """A target and what goes with it.
 
+    target: a `DenseTarget`, or a `TorchTarget` where "torch:" was asked for.
     text: None where the target comes without a tokenizer (prompts are then token ids).
     name: what the user called it, for reports.
     """
 
-    target: DenseTarget | TorchTarget
+    target: Any
     text: TextCodec | None
     name: str
 

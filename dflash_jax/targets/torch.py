@@ -34,8 +34,7 @@ MOST_OFF = {4: 1e-3, 2: 0.1}
 bytes of a weight: rounding alone, and an expert or two that it tips over in 16 bits."""
 
 
-@struct.dataclass
-class TorchTables:
+class TorchTables(struct.PyTreeNode):
     """Embedding `[rows, H]`, output head `[V, H]` and its bias: the torch weights, not copies."""
 
     embedding: jax.Array
