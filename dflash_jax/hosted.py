@@ -239,6 +239,6 @@ def _ingest(
     count: jax.Array,
     implementation: Implementation,
 ) -> DraftKV:
-    pos = start[:, None] + jnp.arange(taps.shape[1])
+    pos = start[:, None] + jnp.arange(taps.shape[1])[None]
     feats = ctx_features(draft, taps, implementation)
     return ingest_ctx(draft, kv, feats, pos, count, implementation)

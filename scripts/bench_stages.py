@@ -141,7 +141,7 @@ def by_chance(rate: float) -> Callable[..., Any]:
         decision, history = decide(state, proposal, cand, logits, width, plan)
         key = jax.random.fold_in(jax.random.key(3), state.rounds.max())
         lucky = jax.random.uniform(key, cand[:, 1:].shape) < rate
-        lucky &= jnp.arange(1, cand.shape[1]) < width[:, None]
+        lucky &= jnp.arange(1, cand.shape[1])[None] < width[:, None]
         accepted = jnp.cumprod(lucky.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
         return decision._replace(accepted=accepted), history
 

@@ -18,7 +18,7 @@ from dflash_jax import selector
 from dflash_jax.config import DFlashConfig, DSparkHarvest, RopeConfig
 from dflash_jax.draft import DFlashDraft, ctx_features
 from dflash_jax.kv import ABSENT
-from dflash_jax.layers import linear, rope_frequencies
+from dflash_jax.layers import along_last, linear, rope_frequencies
 from dflash_jax.markov import confidence_raws, teacher_logits
 from dflash_jax.targets import dense
 from dflash_jax.training import block_positions, run_blocks
@@ -233,12 +233,13 @@ def _score(target, draft, sight, knobs, slots, rows):
 
     def mask(index):
         distance = q_pos[..., :, None] - k_pos[..., None, :]
-        seen = (k_pos != ABSENT)[..., None, :] & (jnp.arange(width + rows) < width + knobs.block)
+        column = along_last(jnp.arange(width + rows), distance.ndim)
+        seen = (k_pos != ABSENT)[..., None, :] & (column < width + knobs.block)
         seen = seen & ((distance >= 0) | ~knobs.causal[index])
         return seen & (jnp.abs(distance) < knobs.window[index])
 
     def tables(pos):
-        angles = pos[..., None].astype(jnp.float32) * knobs.inv_freq
+        angles = pos[..., None].astype(jnp.float32) * along_last(knobs.inv_freq, pos.ndim + 1)
         return jnp.cos(angles) * knobs.rope_scale, jnp.sin(angles) * knobs.rope_scale
 
     taps = jnp.take(sight.layers, knobs.places, axis=2)
@@ -253,7 +254,7 @@ def _score(target, draft, sight, knobs, slots, rows):
     slot = jnp.arange(slots)
     place = jnp.minimum(knobs.first + slot, rows - 1)
     hidden = jnp.take(hidden, place, axis=2)
-    at = sight.anchors[..., None] + slot
+    at = sight.anchors[..., None] + along_last(slot, sight.anchors.ndim + 1)
     inside, at = at + 1 < width, jnp.minimum(at, width - 2)
 
     def pick(table, index):
@@ -261,7 +262,7 @@ def _score(target, draft, sight, knobs, slots, rows):
 
     labels, previous = pick(sight.ids, at + 1), pick(sight.ids, at)
     greedy = jnp.cumprod(labels == pick(sight.best, at), axis=-1) > 0
-    known = greedy & inside & (knobs.first + slot < knobs.block)
+    known = greedy & inside & along_last(knobs.first + slot < knobs.block, inside.ndim)
     # The whole vocabulary's logits exist for one text at a time.
     head = partial(_score_rows, target, draft, knobs)
     correct, logp, finite = jax.lax.map(lambda xs: head(*xs), (hidden, previous, labels))
