@@ -28,6 +28,8 @@ USER, ASSISTANT, PLAIN = 0, 1, 2
 """Who is speaking. PLAIN text has no turns; everything in it counts as answer."""
 
 TEMPLATES = Path(__file__).parent / "assets" / "prompts" / "templates.json"
+HELDOUT = TEMPLATES.with_name("heldout.jsonl")
+"""48 prompts of nine kinds that nothing here was trained on."""
 IDLE = 1 << 20
 
 

@@ -68,7 +68,6 @@ from dflash_jax.targets.dense import DecoderConfig
 from dflash_jax.targets.loading import LoadedTarget, load_target
 
 TORCH_ROUND = Path(__file__).with_name("torch_round.py")
-PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +258,8 @@ def context_ids(loaded: LoadedTarget, contexts: Sequence[int]) -> list[list[int]
         size = len(contexts), max(contexts)
         ids = jax.random.randint(jax.random.key(0), size, 0, loaded.target.vocab_size)
         return [row[-n:] for row, n in zip(ids.tolist(), contexts, strict=True)]
-    prompts = [corpus.prompt_ids(record, loaded.text) for record in corpus.read_records(PROMPTS)]
+    records = corpus.read_records(corpus.HELDOUT)
+    prompts = [corpus.prompt_ids(record, loaded.text) for record in records]
     rows: list[list[int]] = [[] for _ in contexts]
     for b, context in enumerate(contexts):
         for number in itertools.count(b, -1):

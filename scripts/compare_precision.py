@@ -32,7 +32,6 @@ from dflash_jax.ranks import corpus_ranks
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.window import DSparkVtPolicy, measured_window
 
-PROMPTS = Path(__file__).with_name("heldout_prompts.jsonl")
 VARIANTS = (FLOAT, *PRECISIONS, "float/16384", "float/8192", "int8/8192", "int8/all")
 
 
@@ -44,7 +43,7 @@ def parser() -> Parser:
     add("--draft", nargs="+", default=shipped_drafts(), metavar="NAME|DIR|FILE.gguf")
     add("--variants", nargs="+", default=VARIANTS, metavar="PRECISION[/ROWS]")
     add("--ranks", metavar="FILE", help="ids, .npy or text; or a corpus, .npz or .jsonl")
-    add("--prompts", type=Path, default=PROMPTS, metavar="FILE.jsonl")
+    add("--prompts", type=Path, default=corpus.HELDOUT, metavar="FILE.jsonl")
     add("--count", type=int, default=8, help="prompts, spread over the file (default: 8)")
     add("--max-new-tokens", type=int, default=64)
     add("--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 off it")

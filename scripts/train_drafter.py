@@ -39,7 +39,6 @@ from dflash_jax.training import (
 )
 
 BEGAN = time.monotonic()
-HELDOUT = Path(__file__).with_name("heldout_prompts.jsonl")
 LEAST = {
     "rows": 1,
     "sample_batch": 1,
@@ -101,7 +100,7 @@ def parser() -> Parser:
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
     add("--seed", type=int, default=0)
     add("--devices", type=int, help="local devices to share out the work to (default: all)")
-    add("--heldout", type=Path, default=HELDOUT, help="prompts to report acceptance on")
+    add("--heldout", type=Path, default=data.HELDOUT, help="prompts to report acceptance on")
     add("--max-new-tokens", type=int, default=256, help="for the report")
     add("--eval-every", type=int, default=250)
     add("--storage", choices=("int8", "bf16"), default="int8")

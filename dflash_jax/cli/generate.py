@@ -2,51 +2,31 @@
 
 import argparse
 import json
-import re
 import sys
 import time
-from typing import Any, get_args
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
 
 from dflash_jax import __version__
-from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.cli import prompts
 from dflash_jax.cli.cache import add_compile_cache
+from dflash_jax.cli.decoding import add_decoding, add_template, cut, is_token_id, session_options
 from dflash_jax.cli.devices import add_devices, first_process_prints, join_devices
 from dflash_jax.cli.models import add_models, load_models
 from dflash_jax.cli.shell import Status
 from dflash_jax.compare import Comparison, compare, plain_options
-from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.plan import MemoryPlan, amount
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
-from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import Generation, SpecSession
 from dflash_jax.targets import HostedTarget
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import StreamDecoder
-from dflash_jax.window import (
-    DSparkVtPolicy,
-    PolicyKind,
-    default_widths,
-    measured_window,
-    resolve_policy,
-)
 
-SAMPLING = {
-    "top_k": (int, "keep the k likeliest tokens (0: off)"),
-    "top_p": (float, "keep the likeliest tokens up to this probability (1: off)"),
-    "min_p": (float, "drop tokens below this share of the likeliest one's probability (0: off)"),
-    "repeat_penalty": (float, "divide the logits of tokens seen before (1: off)"),
-    "frequency_penalty": (float, "subtract this per occurrence (0: off)"),
-    "presence_penalty": (float, "subtract this from tokens seen before (0: off)"),
-    "seed": (int, "of the random numbers (0)"),
-}
 MEMORY = ("weights", "caches", "working", "total")
-TOKEN_ID = re.compile("-?[0-9]{1,18}")
 
 
 def add(commands: Any) -> None:
@@ -71,22 +51,8 @@ def add(commands: Any) -> None:
     add_models(gen)
     add_devices(gen)
     gen.add_argument("--max-new-tokens", type=int, default=128, metavar="N")
-    gen.add_argument(
-        "--stop",
-        action="append",
-        default=[],
-        metavar="TOKEN",
-        help="one more stop token, as text or id; may be repeated",
-    )
     gen.add_argument("--ids", action="store_true", help="PROMPT is token ids, not text")
-    gen.add_argument("--no-chat", action="store_true", help="do not apply the chat template")
-    gen.add_argument(
-        "--template-arg",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="an argument of the chat template (enable_thinking=false); may be repeated",
-    )
+    add_template(gen)
     gen.add_argument("--compare", action="store_true", help="decode plainly too, and compare")
     gen.add_argument(
         "--stream",
@@ -94,42 +60,13 @@ def add(commands: Any) -> None:
         help="print text as it comes (default: on a terminal)",
     )
     gen.add_argument("--json", action="store_true", help="print one JSON object instead")
-    _add_round_options(gen)
-    gen.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default)")
-    for name, (kind, what) in SAMPLING.items():
-        gen.add_argument("--" + name.replace("_", "-"), type=kind, metavar="X", help=what)
-    gen.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
-    gen.add_argument("--chunk", type=int, metavar="ROWS", help="rows of a prompt read at once")
+    add_decoding(gen)
     gen.add_argument(
         "--progress",
         action=argparse.BooleanOptionalAction,
         help="say on stderr what is awaited (default: on a terminal)",
     )
     add_compile_cache(gen)
-
-
-def _add_round_options(gen: argparse.ArgumentParser) -> None:
-    """What a round drafts and verifies."""
-    gen.add_argument("--block-size", type=int, metavar="B", help="rows drafted a round")
-    gen.add_argument(
-        "--verify-width", type=int, metavar="W", help="rows verified a round, anchor included"
-    )
-    gen.add_argument(
-        "--window-policy",
-        choices=get_args(PolicyKind),
-        help="how wide each round verifies (default: the family's own; where no option of a round "
-        "is given, the shipped drafters use what was measured fastest on this kind of device)",
-    )
-    gen.add_argument(
-        "--widths",
-        type=int,
-        nargs="+",
-        metavar="W",
-        help="verify widths to compile for the policy to choose from (default: the widest; several "
-        "on a CPU, where every row costs, and for the policy cost, which measures their costs)",
-    )
-    gen.add_argument("--tau", type=float, help="threshold of the confidence policies (0.5)")
-    gen.add_argument("--harvest", metavar="dflash|dspark", help="which draft rows are proposals")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -148,6 +85,8 @@ def _generate(args: argparse.Namespace, mesh: Mesh | None) -> int:
     if args.compare and draft is None:
         raise ValueError("--compare: expected a drafter to compare with, found --draft none")
     options = session_options(args, loaded, draft)
+    if args.compare and not options["sampling"].greedy:
+        raise ValueError("--compare: expected greedy decoding, found --temperature above 0")
     if args.prompts is not None:
         status.clear()
         return prompts.run(args, loaded, draft, options)
@@ -189,10 +128,6 @@ def _programs(
     return [*programs, (None, plain_options(options))] if compared else programs
 
 
-def _is_shipped(name: str | None) -> bool:
-    return name is None or name in shipped_drafts()
-
-
 def _prompt_ids(args: argparse.Namespace, loaded: LoadedTarget) -> list[int]:
     text = sys.stdin.read() if args.prompt == "-" else args.prompt
     template = prompts.template_args(args, loaded)
@@ -206,85 +141,9 @@ def _prompt_ids(args: argparse.Namespace, loaded: LoadedTarget) -> list[int]:
 
 
 def _token_id(word: str) -> int:
-    if not TOKEN_ID.fullmatch(word):
-        raise ValueError(f"PROMPT: expected token ids (--ids), found {_cut(word)}")
+    if not is_token_id(word):
+        raise ValueError(f"PROMPT: expected token ids (--ids), found {cut(word)}")
     return int(word)
-
-
-def _cut(text: str, most: int = 60) -> str:
-    """A text in quotes, cut where it would fill the screen."""
-    return repr(text if len(text) <= most else text[:most] + "...")
-
-
-def session_options(
-    args: argparse.Namespace, loaded: LoadedTarget, draft: DFlashDraft | None
-) -> dict[str, Any]:
-    stops = [*loaded.target.stop_token_ids]
-    size = loaded.target.vocab_size
-    for token in args.stop:
-        known = loaded.text.token_to_id(token) if loaded.text is not None else None
-        if known is None:
-            known = int(token) if TOKEN_ID.fullmatch(token) else -1
-        if not 0 <= known < size:
-            raise ValueError(
-                "--stop: expected a token of the vocabulary or an id in "
-                f"0..{size - 1}, found {_cut(token)}"
-            )
-        stops.append(known)
-    options = {
-        "stop_token_ids": stops,
-        "capacity": args.capacity,
-        "chunk": args.chunk,
-        "sampling": _sampling(args),
-    }
-    if args.compare and not options["sampling"].greedy:
-        raise ValueError("--compare: expected greedy decoding, found --temperature above 0")
-    if args.tau is not None and args.window_policy not in ("confidence", "confidence-slot"):
-        raise ValueError(
-            f"--tau: expected --window-policy confidence or confidence-slot, "
-            f"found {args.window_policy or 'none'}"
-        )
-    drafting = {
-        "block_size": args.block_size,
-        "verify_width": args.verify_width,
-        "harvest": args.harvest,
-        "window_policy": args.window_policy,
-        "widths": args.widths,
-    }
-    if draft is not None:
-        resolve_harvest(draft.config, args.harvest)
-        if all(value is None for value in drafting.values()) and _is_shipped(args.draft):
-            return options | measured_window(draft.config.family, jax.default_backend())
-        kind = drafting.pop("window_policy")
-        tau = {} if args.tau is None else {"tau": args.tau}
-        policy = resolve_policy(
-            DSparkVtPolicy(kind, **tau) if kind else None,
-            is_dspark=draft.config.family == "dspark",
-            has_confidence=draft.confidence is not None,
-        )
-        if args.widths is None:
-            block, harvest = args.block_size or draft.config.block_size, drafting["harvest"]
-            whole = resolve_harvest(draft.config, harvest).drafts(block) + 1
-            rows_cost = jax.default_backend() == "cpu"
-            drafting["widths"] = default_widths(policy, args.verify_width or whole, rows_cost)
-        return options | drafting | {"policy": policy}
-    given = [name for name, value in drafting.items() if value is not None]
-    if given:
-        flag = "--" + given[0].replace("_", "-")
-        raise ValueError(f"{flag}: expected a drafter to apply it to, found --draft none")
-    return options
-
-
-def _sampling(args: argparse.Namespace) -> SamplingParams:
-    given = {name: getattr(args, name) for name in ("temperature", *SAMPLING)}
-    params = SamplingParams(**{name: value for name, value in given.items() if value is not None})
-    if params.greedy:
-        # A greedy token is the argmax: these would be accepted and then do nothing.
-        idle = [n for n in ("top_k", "top_p", "min_p", "seed") if given[n] is not None]
-        if idle:
-            flag = "--" + idle[0].replace("_", "-")
-            raise ValueError(f"{flag}: expected --temperature above 0, found greedy decoding")
-    return params
 
 
 def _memory(loaded, draft, prompt, max_new_tokens, options) -> MemoryPlan | None:
