@@ -7,12 +7,12 @@ import warnings
 from collections.abc import Sequence
 
 from dflash_jax import __version__
-from dflash_jax.cli import cache, doctor, export, generate, inspect, plan
+from dflash_jax.cli import bench, cache, doctor, export, generate, inspect, plan
 from dflash_jax.cli.shell import Parser, run_command, show_warning
 
 __all__ = ["COMMANDS", "Parser", "main", "make_parser", "run_command"]
 
-COMMANDS = (generate, inspect, doctor, plan, export)
+COMMANDS = (generate, bench, inspect, doctor, plan, export)
 """Modules whose `add` puts a command on the parser and says what runs it."""
 
 

@@ -1,0 +1,251 @@
+"""What a benchmark found, as values: trials, their figures, and the report that keeps them."""
+
+import dataclasses
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What is varied: sequences decoded together, rows drafted, rows verified at most, policy."""
+
+    batch: int
+    block_size: int
+    verify_width: int
+    policy: str
+
+    def __str__(self) -> str:
+        rows = f"block {self.block_size}, {self.verify_width} rows, {self.policy}"
+        return rows if self.batch == 1 else f"{rows}, batch {self.batch}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One prompt's rounds; the fields are those of `session.Generation`.
+
+    seconds, plain_seconds: of its rounds with and without the drafter, shared by all sequences of
+    its batch.
+    """
+
+    kind: str
+    text: str
+    prompt_tokens: int
+    emitted: int
+    finish_reason: str
+    acceptance_lengths: list[int]
+    verify_widths: list[int]
+    seconds: float
+    plain_seconds: float
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens gained per round; 0.0 where there was no round."""
+        gains = self.acceptance_lengths
+        return sum(gains) / len(gains) if gains else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """What becomes of each draft slot, over all rounds.
+
+    verified: rounds whose window reached it. kept: the share of those in which it was accepted.
+    tried: the rounds in which all drafts before it were accepted too, so that it was judged;
+    held: the share of those in which it was accepted.
+    """
+
+    verified: list[int]
+    kept: list[float]
+    tried: list[int]
+    held: list[float]
+
+    @classmethod
+    def of(cls, gains: Sequence[int], widths: Sequence[int]) -> "Slots":
+        """From tokens gained and rows verified in each round.
+
+        >>> Slots.of(gains=[3, 1, 2, 2], widths=[3, 3, 2, 2])
+        Slots(verified=[4, 2], kept=[0.75, 0.5], tried=[4, 1], held=[0.75, 1.0])
+        """
+        rounds = list(zip(gains, widths, strict=True))
+        slots = range(1, max(widths, default=1))
+        verified = [sum(width > slot for _, width in rounds) for slot in slots]
+        kept = [sum(gain > slot for gain, _ in rounds) for slot in slots]
+        tried = [sum(gain >= slot < width for gain, width in rounds) for slot in slots]
+        return cls(verified, _shares(kept, verified), tried, _shares(kept, tried))
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
+    return [part / whole if whole else 0.0 for part, whole in zip(parts, wholes, strict=True)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """All prompts under one setting.
+
+    tokens, seconds: gained in rounds by all sequences, and the rounds' wall time; plain_ likewise
+    without the drafter. same: prompts whose tokens are plain decoding's; lossless: prompts in which
+    the drafter changed no token (the others part from plain decoding by a near-tie that a wide
+    matmul rounds another way); both None for sampled text. largest_gap: between the target's two
+    best logits where a text first parts from plain decoding.
+    """
+
+    setting: Setting
+    answers: list[Answer]
+    tokens: int
+    seconds: float
+    plain_tokens: int
+    plain_seconds: float
+    same: int | None = None
+    lossless: int | None = None
+    largest_gap: float = 0.0
+
+    @property
+    def gains(self) -> list[int]:
+        """Tokens gained in every round of every prompt."""
+        return [gain for answer in self.answers for gain in answer.acceptance_lengths]
+
+    @property
+    def slots(self) -> Slots:
+        """Acceptance slot by slot."""
+        widths = [width for answer in self.answers for width in answer.verify_widths]
+        return Slots.of(self.gains, widths)
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens gained per round, pooled over all rounds."""
+        return sum(self.gains) / len(self.gains) if self.gains else 0.0
+
+    @property
+    def histogram(self) -> dict[int, int]:
+        """Rounds by the tokens they gained."""
+        return dict(sorted(Counter(self.gains).items()))
+
+    @property
+    def tokens_per_second(self) -> float:
+        """With the drafter, all sequences together."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def plain_tokens_per_second(self) -> float:
+        """Without it."""
+        return self.plain_tokens / self.plain_seconds if self.plain_seconds else 0.0
+
+    @property
+    def speedup(self) -> float:
+        """The one over the other."""
+        plain = self.plain_tokens_per_second
+        return self.tokens_per_second / plain if plain else 0.0
+
+    @property
+    def changed(self) -> bool:
+        """Whether the drafter changed a token of greedy text."""
+        return self.lossless is not None and self.lossless < len(self.answers)
+
+    @property
+    def kinds(self) -> dict[str, float]:
+        """Tokens gained per round, pooled over the prompts of each kind."""
+        pooled: dict[str, list[int]] = {}
+        for answer in self.answers:
+            pooled.setdefault(answer.kind, []).extend(answer.acceptance_lengths)
+        return {kind: sum(gains) / len(gains) for kind, gains in pooled.items() if gains}
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """Trials, and what they were made under.
+
+    conditions: what must be equal in two reports that are held against each other (target, dtype,
+    device, prompts, chat template, sampling, ...). drafter: what was drafted with. versions: of the
+    packages. trials: one a setting.
+    """
+
+    conditions: dict[str, Any]
+    drafter: dict[str, Any]
+    versions: dict[str, str]
+    trials: list[Trial]
+
+    @property
+    def best(self) -> Trial:
+        """The trial of the highest rate."""
+        return max(self.trials, key=lambda trial: trial.tokens_per_second)
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON values: all fields, and of each trial the figures that follow from them."""
+        told = dataclasses.asdict(self)
+        for fields, trial in zip(told["trials"], self.trials, strict=True):
+            fields["figures"] = {
+                "mean_acceptance_length": trial.mean_acceptance_length,
+                "tokens_per_second": trial.tokens_per_second,
+                "plain_tokens_per_second": trial.plain_tokens_per_second,
+                "speedup": trial.speedup,
+                "slots": dataclasses.asdict(trial.slots),
+                "histogram": trial.histogram,
+                "kinds": trial.kinds,
+            }
+        return {"format": FORMAT, **told}
+
+    def save(self, file: str | Path) -> None:
+        """Write it as JSON."""
+        Path(file).write_text(json.dumps(self.as_dict(), indent=1) + "\n", encoding="utf-8")
+
+
+def read_report(file: str | Path) -> Report:
+    """A report that `Report.save` wrote; ValueError naming the file where it is none."""
+    try:
+        told = json.loads(Path(file).read_text(encoding="utf-8"))
+        if told.pop("format") != FORMAT:
+            raise ValueError(FORMAT)
+        trials = []
+        for trial in told.pop("trials"):
+            del trial["figures"]
+            setting = Setting(**trial.pop("setting"))
+            answers = [Answer(**answer) for answer in trial.pop("answers")]
+            trials.append(Trial(setting=setting, answers=answers, **trial))
+        return Report(trials=trials, **told)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise ValueError(
+            f"{file}: expected a report of dflash-jax bench (format {FORMAT}), found something else"
+        ) from None
+
+
+def comparable(ours: Report, theirs: Report) -> None:
+    """ValueError naming every condition in which two reports differ, each with both values."""
+    keys = sorted(ours.conditions.keys() | theirs.conditions.keys())
+    differing = [
+        f"{key} {_shown(theirs.conditions.get(key))} (now {_shown(ours.conditions.get(key))})"
+        for key in keys
+        if ours.conditions.get(key) != theirs.conditions.get(key)
+    ]
+    if differing:
+        raise ValueError(f"expected a run under the same conditions, found {'; '.join(differing)}")
+
+
+def _shown(value: Any, most: int = 40) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    return text if len(text) <= most else text[:most] + "..."
+
+
+def pairs_of(ours: Report, theirs: Report) -> list[tuple[Trial, Trial]]:
+    """Trials of the same setting in both.
+
+    ValueError unless the two are `comparable` and share a setting.
+    """
+    comparable(ours, theirs)
+    before = {trial.setting: trial for trial in theirs.trials}
+    both = [(trial, before[trial.setting]) for trial in ours.trials if trial.setting in before]
+    if not both:
+        raise ValueError(
+            f"expected a setting of both runs, found {'; '.join(map(str, before))} "
+            f"(now {'; '.join(str(trial.setting) for trial in ours.trials)})"
+        )
+    return both
+
+
+def digest(value: Any) -> str:
+    """A short name of a JSON value: equal for equal values."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]
