@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -283,6 +286,21 @@ def test_sampling_flags(cli):
     assert again["token_ids"] == report["token_ids"]
     other = json.loads(cli("--json", *options[:-1], 8, draft="dflash2"))
     assert other["token_ids"] != report["token_ids"]
+
+
+def test_two_processes_give_the_same_tokens():
+    """Nothing hangs on a process: not its hash seed, nor what it ran before."""
+    arguments = command("--temperature", 0.9, "--seed", 3, "--json", draft="dspark", count=16)
+    code = "import sys; from dflash_jax.cli import main; sys.exit(main(sys.argv[1:]))"
+
+    def tokens(seed):
+        env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
+        asked = [sys.executable, "-c", code, *arguments, "--no-compile-cache"]
+        done = subprocess.run(asked, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["token_ids"]
+
+    assert tokens("1") == tokens("2")
 
 
 def test_greedy_penalties(cli):
