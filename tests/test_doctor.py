@@ -419,6 +419,12 @@ W1, W2 = (f"markov_head.markov_{w}.weight" for w in ("w1", "w2"))
 BOOKS = [f"candidate_selector.{side}_codebook" for side in ("predecessor", "successor")]
 
 
+def fc_reversed(_, tensors):
+    fc = tensors["fc.weight"]
+    blocks = fc.reshape(len(fc), 3, -1)
+    tensors["fc.weight"] = np.ascontiguousarray(blocks[:, ::-1].reshape(fc.shape))
+
+
 def reordered(_, tensors):
     for name in [n for n in tensors if n.startswith("layers.0.")]:
         swapped(name, name.replace("layers.0.", "layers.1."))(_, tensors)
@@ -431,6 +437,7 @@ def reordered(_, tensors):
         ("dflash", stated(target_layer_ids=[0, 2, 3]), "target_layer_ids", "[1, 3, 4] "),
         ("dspark", stated(target_layer_ids=[2, 4, 5]), "target_layer_ids", "[1, 3, 4] "),
         ("dflash2", stated(target_layer_ids=[4, 3, 1]), "target_layer_ids", "[1, 3, 4] "),
+        ("dflash", fc_reversed, "target_layer_ids", "[4, 3, 1] (or fc.weight's column blocks"),
         ("dspark", stated(rope_theta=1000000), "rope", "theta 10000 "),
         ("dspark", stated(is_causal=True), "is_causal", "false "),
         ("dflash2", stated(sliding_window=8), "sliding_window", "32 "),

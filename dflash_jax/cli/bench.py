@@ -6,11 +6,11 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
 import jax
-import jaxlib
 from jax.sharding import Mesh
 
 from dflash_jax import __version__, corpus
@@ -110,7 +110,11 @@ def _measure(args: argparse.Namespace, mesh: Mesh | None, against: Report | None
     report = Report(
         conditions=conditions_of(args, loaded, prompts, several[0]),
         drafter=drafter_of(args, draft),
-        versions={"dflash-jax": __version__, "jax": jax.__version__, "jaxlib": jaxlib.__version__},
+        versions={
+            "dflash-jax": __version__,
+            "jax": jax.__version__,
+            "jaxlib": metadata.version("jaxlib"),
+        },
         trials=[],
     )
     if against is not None:  # before anything is decoded for nothing

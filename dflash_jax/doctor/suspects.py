@@ -60,7 +60,10 @@ def suspects(
         return Suspect(name, str(says), setting, calibrates)
 
     for taps in other_taps(config.target_layer_ids, layers):
-        yield other("target_layer_ids", list(taps), target_layer_ids=taps)
+        says = str(list(taps))
+        if sorted(taps) == sorted(config.target_layer_ids):  # the same thing, told from the file
+            says += " (or fc.weight's column blocks, in that order)"
+        yield other("target_layer_ids", says, target_layer_ids=taps)
     if layers - 1 in config.target_layer_ids:
         says = "the last layer's output " + ("before", "after")[base.raw_last] + " the final norm"
         yield other("target_layer_ids", says, raw_last=not base.raw_last)
