@@ -4,16 +4,17 @@ Tokenizers come from a Hugging Face `tokenizer.json` or from a GGUF file's metad
 BPE). `tokenizers` and `jinja2` are optional and imported on first use.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dflash_jax.extras import require
-from dflash_jax.keys import read_json, token_id
+from dflash_jax.keys import printable, read_json, token_id
 
 CONTROL, USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type` of special tokens and of whole words added beside the merges."""
@@ -46,18 +47,23 @@ class TextCodec:
       tokenizer: a `tokenizers.Tokenizer`.
       template: the chat template (Jinja), None where the model has none.
       special: the template's names of special tokens: {"bos_token": "<s>", ...}.
+      source, template_source: files of the tokenizer and the template, which error texts name.
+
+    What a tokenizer or a template refuses is a ValueError of one line.
     """
 
     tokenizer: Any
     template: str | None = None
     special: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    source: str = ""
+    template_source: str = ""
 
     def encode(self, text: str) -> list[int]:
         """Token ids of plain text; special tokens spelled out in it become their ids.
 
         A beginning-of-sequence token is put in front where the model's tokenizer does so.
         """
-        return self.tokenizer.encode(_unicode(text)).ids
+        return self._ids(text, add_special_tokens=True)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any) -> str:
         """The chat template's text for `messages` ({"role": ..., "content": ...} each).
@@ -69,22 +75,21 @@ class TextCodec:
         if self.template is None:
             raise ValueError("chat template: this target has none, pass plain text or token ids")
         require("jinja2", "gguf")
-        template = _compile(self.template)
         defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
         context = defaults | dict(self.special) | template_kwargs
-        try:
+        with _one_line("chat template", self.template_source):
+            template = _compile(self.template)
             return template.render(messages=[dict(m) for m in messages], **context)
-        except Exception as error:  # a template is a program of its own
-            raise ValueError(f"chat template: {error}") from None
 
     @property
     def template_arguments(self) -> frozenset[str]:
         """Names that the chat template reads and does not set: what `render_chat` can pass."""
         if self.template is None:
             return frozenset()
-        _compile(self.template)  # one line for a template that does not parse
-        tree = _environment().parse(self.template)
-        names = require("jinja2.meta", "gguf").find_undeclared_variables(tree)
+        meta = require("jinja2.meta", "gguf")
+        with _one_line("chat template", self.template_source):
+            _compile(self.template)
+            names = meta.find_undeclared_variables(_environment().parse(self.template))
         return frozenset(names - set(_environment().globals))
 
     def encode_chat(
@@ -92,11 +97,18 @@ class TextCodec:
     ) -> list[int]:
         """Token ids of `render_chat`: the template alone puts special tokens in."""
         text = self.render_chat(messages, **template_kwargs)
-        return self.tokenizer.encode(_unicode(text), add_special_tokens=False).ids
+        return self._ids(text, add_special_tokens=False)
+
+    def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        text = _unicode(text)
+        with _one_line("tokenizer", self.source):
+            return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; bytes that are no UTF-8 come out as U+FFFD."""
-        return self.tokenizer.decode([int(i) for i in ids], skip_special_tokens=skip_special_tokens)
+        with _one_line("tokenizer", self.source):
+            ids = [int(i) for i in ids]
+            return self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of exactly this token, None where the vocabulary lacks it."""
@@ -153,35 +165,46 @@ def codec_from_directory(directory: str | Path) -> TextCodec | None:
         return None
     read_json(path)  # one line for a damaged file
     tokenizers = require("tokenizers", "gguf")
-    try:
+    with _one_line("not a tokenizer", str(path)):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises a bare Exception
-        raise ValueError(f"{path}: not a tokenizer ({error})") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
     settings = directory / "tokenizer_config.json"
     config = read_json(settings) if settings.is_file() else {}
-    return TextCodec(tokenizer, _directory_template(directory, config), _special_tokens(config))
+    file, template = _directory_template(directory, settings, config)
+    return TextCodec(tokenizer, template, _special_tokens(config), str(path), str(file))
 
 
-def codec_from_gguf(metadata: Mapping[str, Any]) -> TextCodec:
+def codec_from_gguf(metadata: Mapping[str, Any], source: str = "") -> TextCodec:
     """The codec of a GGUF file's metadata: byte-level BPE (`tokenizer.ggml.model` gpt2).
 
-    NotImplementedError naming the model or the pre-tokenizer where it is another one.
+    source: the file, which later errors name. NotImplementedError naming the model or the
+    pre-tokenizer where it is another one, ValueError naming what is no sound table.
     """
     model, pre = (metadata.get(f"tokenizer.ggml.{name}") for name in ("model", "pre"))
     if model != "gpt2":
-        raise NotImplementedError(f"tokenizer.ggml.model: expected 'gpt2' (BPE), found {model!r}")
+        raise NotImplementedError(
+            f"tokenizer.ggml.model: expected 'gpt2' (BPE), found {model!r:.60}"
+        )
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
         known = ", ".join(map(repr, PRE_TOKENIZERS))
-        raise NotImplementedError(f"tokenizer.ggml.pre: expected one of {known}, found {pre!r}")
+        raise NotImplementedError(f"tokenizer.ggml.pre: expected one of {known}, found {pre!r:.60}")
     tokens = _strings(metadata, "tokenizer.ggml.tokens")
     _strings(metadata, "tokenizer.ggml.merges")
     types = metadata.get("tokenizer.ggml.token_type")
-    if types and (not isinstance(types, list) or len(types) != len(tokens)):
+    numbers = isinstance(types, list) and all(type(kind) is int for kind in types)
+    if types is not None and (not numbers or len(types) not in (0, len(tokens))):
+        many = f"{len(types)} values" if isinstance(types, list) else f"{types!r:.60}"
         raise ValueError(
-            f"tokenizer.ggml.token_type: expected {len(tokens)} numbers, found {types!r:.60}"
+            f"tokenizer.ggml.token_type: expected {len(tokens)} integers, found {many}"
         )
+    template = metadata.get("tokenizer.chat_template")
+    if not isinstance(template, str | None):
+        raise ValueError(f"tokenizer.chat_template: expected text, found {template!r:.60}")
+    # llama.cpp's default for this one family where the file does not say.
+    add_bos = metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe")
+    if not isinstance(add_bos, bool):
+        raise ValueError(f"tokenizer.ggml.add_bos_token: expected a boolean, found {add_bos!r:.60}")
     special = {}
     for name in ("bos", "eos", "unknown", "padding"):
         index = token_id(metadata, f"tokenizer.ggml.{name}_token_id")
@@ -189,13 +212,14 @@ def codec_from_gguf(metadata: Mapping[str, Any]) -> TextCodec:
             short = {"unknown": "unk", "padding": "pad"}.get(name, name)
             special[f"{short}_token"] = tokens[index]
     tokenizer = _byte_level_bpe(metadata, pre)
-    # llama.cpp's default for this one family where the file does not say.
-    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
+    if add_bos and "bos_token" in special:
         bos = special["bos_token"]
-        tokenizer.post_processor = require("tokenizers", "gguf").processors.TemplateProcessing(
-            single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
-        )
-    return TextCodec(tokenizer, metadata.get("tokenizer.chat_template"), special)
+        processors = require("tokenizers", "gguf").processors
+        with _one_line("tokenizer.ggml.bos_token_id"):
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=[bos, "$A"], special_tokens=[(bos, tokens.index(bos))]
+            )
+    return TextCodec(tokenizer, template, special, source, source)
 
 
 def _strings(metadata: Mapping[str, Any], name: str) -> list[str]:
@@ -211,16 +235,13 @@ def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
     tokens = metadata["tokenizer.ggml.tokens"]
     types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
     merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    try:
+    with _one_line("tokenizer.ggml.merges"):
         model = tokenizers.models.BPE(
             vocab={token: i for i, token in enumerate(tokens)},
             merges=merges,
             # Llama 3 takes a whole piece that is in the vocabulary before it looks at merges.
             ignore_merges=pre == "llama-bpe",
         )
-    except Exception as error:  # the package raises a bare Exception
-        reason = " ".join(str(error).split())
-        raise ValueError(f"tokenizer.ggml.merges: {reason}") from None
     tokenizer = tokenizers.Tokenizer(model)
     byte_level = tokenizers.pre_tokenizers.ByteLevel
     style, pattern = PRE_TOKENIZERS[pre]
@@ -246,23 +267,26 @@ def _byte_level_bpe(metadata: Mapping[str, Any], pre: str) -> Any:
     return tokenizer
 
 
-def _directory_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+def _directory_template(
+    directory: Path, settings: Path, config: Mapping[str, Any]
+) -> tuple[Path, str | None]:
+    """The chat template, None where there is none, and the file that says so."""
     jinja, older = directory / "chat_template.jinja", directory / "chat_template.json"
     if jinja.is_file():
         try:
-            return jinja.read_text(encoding="utf-8")
+            return jinja, jinja.read_text(encoding="utf-8")
         except ValueError as error:
             raise ValueError(f"{jinja}: not text ({error})") from None
-    template = config.get("chat_template")
+    file, template = settings, config.get("chat_template")
     if template is None and older.is_file():
-        template = read_json(older).get("chat_template")
+        file, template = older, read_json(older).get("chat_template")
     if isinstance(template, list):  # named templates; "default" is the chat's
         entries = [entry for entry in template if isinstance(entry, Mapping)]
-        named = {entry.get("name"): entry.get("template") for entry in entries}
-        template = named.get("default")
-    if template is not None and not isinstance(template, str):
-        raise ValueError(f"{directory}: chat_template: expected a string, found {template!r}")
-    return template
+        chats = [entry.get("template") for entry in entries if entry.get("name") == "default"]
+        template = chats[-1] if chats else None
+    if not isinstance(template, str | None):
+        raise ValueError(f"{file}: chat_template: expected a string, found {template!r:.200}")
+    return file, template
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
@@ -273,6 +297,22 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
         if name.endswith("_token") and isinstance(text, str):
             special[name] = text
     return special
+
+
+@contextlib.contextmanager
+def _one_line(what: str, source: str = "") -> Iterator[None]:
+    """Whatever is raised inside as a ValueError of one line that names `source`, a file, first.
+
+    A template is a program of its own; the tokenizer package raises bare Exceptions, and where it
+    panics what is no Exception at all.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        reason = printable(" ".join(str(error).split())) or type(error).__name__
+        raise ValueError(f"{source and source + ': '}{what}: {reason}") from None
 
 
 def _unicode(text: str) -> str:
@@ -287,14 +327,8 @@ def _unicode(text: str) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _compile(template: str) -> Any:
-    """The template in the environment that Hugging Face chat templates are written for.
-
-    ValueError for one that does not parse.
-    """
-    try:
-        return _environment().from_string(template)
-    except (require("jinja2", "gguf").TemplateError, RecursionError) as error:
-        raise ValueError(f"chat template: {error}") from None
+    """The template in the environment that Hugging Face chat templates are written for."""
+    return _environment().from_string(template)
 
 
 @functools.cache

@@ -4,18 +4,17 @@ A case is a tiny checkpoint with a few random faults. Only configs and headers a
 `survey_draft` and `abstract_target` read): weights are holes in sparse files.
 """
 
-import contextlib
 import json
 import math
 import random
 import struct
 import tracemalloc
-import warnings
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from damage import REFUSALS, encoded, mutate, one_line_or_loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,110 +25,11 @@ from dflash_jax.targets.loading import abstract_target
 
 TINY = Path(__file__).parent / "oracles" / "tiny"
 DRAFTERS = ("dflash", "dspark", "dflash2")
-REFUSALS = (ValueError, FileNotFoundError, NotImplementedError)
 SEVERAL = 12
 """Cases a seed: 25 seeds by default, 834 in the slow test."""
-NESTED = 100_000
 BITS = {"F32": 32, "BF16": 16, "F16": 16, "F64": 64, "I64": 64, "I8": 8, "U8": 8, "BOOL": 8}
 BITS |= {"F8_E4M3": 8, "F8_E8M0": 8, "F4": 4, "C64": 64, "U16": 16, "I32": 32}
 ADDED = ("markov_head.markov_w1.weight", "markov_head.gate_proj.weight", "embed_tokens.weight")
-RAW = "<raw>"
-"""Stands for JSON text that `json.dumps` would not write."""
-
-ABSURD = [
-    *(None, True, False, 0, 1, -1, 2, 3, 7, 31, 64, -(2**31), 2**31, 2**63, 2**64, 10**30, 10**400),
-    *(0.0, -0.0, 0.5, -2.5, 1e-320, 1e30, 1e300, float("nan"), float("inf"), float("-inf")),
-    *("", "8", "1e9", "true", "null", "silu", "dspark", "\n", "a\nb", "\x1b[2J", "\ud800", "\0"),
-    *("x" * 5000, "/etc/passwd", "../" + WEIGHTS, [], [[]], {}, [1], [1, 1], [-1], [True], ["1"]),
-    *([None], [2**40], list(range(3000)), {"a": {"b": 1}}, {"": None}, "F32", "I64", "F8_E4M3"),
-    *("full_attention", "sliding_attention", "yarn", "llama3", "default", "gated", "rnn", "q4_0"),
-]
-
-
-def _deep(depth: int, opening: str = "[") -> str:
-    closing = {"[": "]", '{"a":': "}"}[opening]
-    return opening * depth + "1" + closing * depth
-
-
-def _paths(tree: dict, at: tuple = ()) -> list[tuple]:
-    """The places of every value of nested objects and lists."""
-    items = tree.items() if isinstance(tree, dict) else enumerate(tree)
-    found = []
-    for key, value in items:
-        found.append((*at, key))
-        if isinstance(value, dict | list):
-            found += _paths(value, (*at, key))
-    return found
-
-
-def _mutate(tree: dict, chance: random.Random, keys: tuple[str, ...]) -> None:
-    """One fault in a decoded JSON object."""
-    paths = _paths(tree)
-    if not paths:
-        return
-    *at, last = chance.choice(paths)
-    holder = tree
-    for key in at:
-        holder = holder[key]
-    kind = chance.randrange(8)
-    if kind == 0:
-        del holder[last]
-    elif kind == 1 and isinstance(holder, dict):
-        holder[chance.choice(["", "a\nb", "x" * 900, "\ud800", *keys])] = holder.pop(last)
-    elif kind == 2:
-        other = chance.choice(paths)
-        value = tree
-        for key in other:
-            value = value[key] if key in value or isinstance(value, list) else None
-            if not isinstance(value, dict | list):
-                break
-        holder[last] = json.loads(json.dumps(value))
-    elif kind == 3 and isinstance(holder[last], int | float) and holder[last] is not None:
-        holder[last] = chance.choice([-1, 0.5, 2, 1000, 1e12, 2**40]) * holder[last]
-    elif kind == 4:
-        holder[last] = str(holder[last])
-    elif kind == 5:
-        holder[last] = RAW + _deep(
-            chance.choice([50, 300, 900, NESTED]), chance.choice(["[", '{"a":'])
-        )
-    elif kind == 6 and isinstance(holder, dict):
-        holder[chance.choice(keys)] = chance.choice(ABSURD)
-    else:
-        holder[last] = chance.choice(ABSURD)
-
-
-def _text(tree: dict, chance: random.Random, fault: bool) -> bytes:
-    """Its JSON text; with a key stated twice or damaged where it is to have a fault."""
-    text = json.dumps(tree)
-    while f'"{RAW}' in text:  # strings that stand for JSON text
-        start = text.index(f'"{RAW}')
-        value, end = json.JSONDecoder().raw_decode(text, start)
-        text = text[:start] + value.removeprefix(RAW) + text[end:]
-    twice = fault and chance.random() < 0.3
-    if twice and isinstance(tree, dict) and tree:
-        key = json.dumps(chance.choice(list(tree)))
-        text = text[:-1] + f", {key}: {json.dumps(chance.choice(ABSURD))}" + "}"
-    data = text.encode("utf-8", "surrogatepass")
-    return _damaged(data, chance) if fault and not twice else data
-
-
-def _damaged(data: bytes, chance: random.Random) -> bytes:
-    """A file cut short, with bytes changed, or in another encoding."""
-    at = chance.randrange(len(data) + 1)
-    kind = chance.randrange(6)
-    if kind == 0:
-        return data[:at]
-    if kind == 1:
-        return data[:at] + bytes(chance.randrange(256) for _ in range(3)) + data[at + 3 :]
-    if kind == 2:
-        return b"\xff\xfe" + data
-    if kind == 3:
-        return data.decode("utf-8", "replace").encode("utf-16")
-    if kind == 4:
-        return data[:at] + b"\xc3\x28\x00" + data[at:]
-    return chance.choice(
-        [b"", b"[]", b"null", b"1", b'"x"', b"{", b"\0" * 64, b"version https://\n"]
-    )
 
 
 def _whole(entry: object) -> bool:
@@ -172,11 +72,11 @@ class Checkpoint:
             if kind < 0.08:
                 hurt.add(chance.choice(["config", "header", "index"]))
             elif kind < 0.50:
-                _mutate(config, chance, self.keys())
+                mutate(config, chance, self.keys())
             elif kind < 0.75:
                 size = self._tensors(header, chance)
             elif kind < 0.82:
-                _mutate(header, chance, (*self.header, "__metadata__"))
+                mutate(header, chance, (*self.header, "__metadata__"))
             elif kind < 0.86:
                 self._offsets(header, chance)
             elif kind < 0.89:
@@ -187,14 +87,14 @@ class Checkpoint:
                 names = [name for name in self.header if name != "__metadata__"]
                 index = {"weight_map": dict.fromkeys(names, WEIGHTS)}
                 for _ in range(chance.randrange(3)):
-                    _mutate(index, chance, (*self.header, "weight_map"))
+                    mutate(index, chance, (*self.header, "weight_map"))
         texts = [
-            _text(part, chance, name in hurt)
+            encoded(part, chance, name in hurt)
             for name, part in (("config", config), ("header", header))
         ]
         self.write(directory, *texts, length, size)
         if index is not None:
-            (directory / INDEX).write_bytes(_text(index, chance, "index" in hurt))
+            (directory / INDEX).write_bytes(encoded(index, chance, "index" in hurt))
 
     def _tensors(self, header: dict, chance: random.Random) -> int:
         """Another tensor, shape, type or name in a header that is sound; bytes of data it needs."""
@@ -244,21 +144,6 @@ class Checkpoint:
         ours[field] = chance.choice(
             [other.get(field), [begin, end], [end, begin], [-8, 0], [0, 2**64 - 1], [2**40, 2**41]]
         )
-
-
-@contextlib.contextmanager
-def one_line_or_loads():
-    """What a person would see: nothing, or one line that a terminal can show."""
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        try:
-            yield
-        except REFUSALS as error:
-            heard.append(error)
-    for said in heard:
-        line = str(getattr(said, "message", said))
-        assert line.isprintable(), line[:300]
-        assert 10 < len(line) < 1000, line[:1200]
 
 
 def survey(directory: Path) -> None:

@@ -20,7 +20,7 @@ from dflash_jax.checkpoint import (
     read_floats,
 )
 from dflash_jax.config import LAYER_TYPES, parse_rope
-from dflash_jax.keys import LARGEST, Keys, read_json
+from dflash_jax.keys import LARGEST, Keys, decode_json, read_json
 from dflash_jax.keys import table as nested_table
 from dflash_jax.leaves import load_tree
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
@@ -81,8 +81,9 @@ def open_hf(directory: str | Path) -> tuple[TensorFiles, DecoderConfig]:
     directory = Path(directory)
     raw = _required_json(directory / "config.json")
     files = TensorFiles(directory)
+    stops, known = _generation_stops(directory), _known_tokens(directory)
     try:
-        config = parse_config(raw, files, _generation_stops(directory), _known_tokens(directory))
+        config = parse_config(raw, files, stops, known)
     except (ValueError, NotImplementedError) as error:
         raise type(error)(f"{directory / 'config.json'}: {error}") from None
     names = table(config)
@@ -290,7 +291,12 @@ def _equal(files: TensorFiles, one: str, other: str) -> bool:
 
 def _generation_stops(directory: Path) -> list[int]:
     path = directory / "generation_config.json"
-    return _ids(read_json(path), "eos_token_id") if path.is_file() else []
+    if not path.is_file():
+        return []
+    try:
+        return _ids(decode_json(path.read_text(encoding="utf-8")), "eos_token_id")
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _ids(raw: Mapping[str, Any], name: str) -> list[int]:
@@ -310,11 +316,17 @@ def _known_tokens(directory: Path) -> int | None:
     raw = read_json(path)
     try:
         vocab = nested_table(raw, "model").get("vocab") or {}
-        ids = list(vocab.values()) if isinstance(vocab, dict) else range(len(vocab))
-        added = [token["id"] for token in raw.get("added_tokens") or ()]
-        return max([*ids, *added], default=-1) + 1 or None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path}: not a tokenizer ({error!r})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not a tokenizer ({error})") from None
+    added = raw.get("added_tokens") or []
+    if not isinstance(vocab, dict | list) or not isinstance(added, list):
+        raise ValueError(f"{path}: not a tokenizer (vocab and added_tokens are no tables)")
+    ids: list[Any] = list(vocab.values() if isinstance(vocab, dict) else range(len(vocab)))
+    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
+    odd = [i for i in ids if type(i) is not int or not 0 <= i <= LARGEST]
+    if odd:
+        raise ValueError(f"{path}: not a tokenizer (expected token ids, found {odd[0]!r:.200})")
+    return max(ids, default=-1) + 1 or None
 
 
 def _required_json(path: Path) -> dict[str, Any]:

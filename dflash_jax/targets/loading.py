@@ -144,8 +144,8 @@ def _has_weights(config: str) -> bool:
 
 
 def _from_directory(directory: Path, name: str, options: dict[str, Any]) -> LoadedTarget:
-    target = load_hf(directory, **options)
-    return LoadedTarget(target, codec_from_directory(directory), name)
+    text = codec_from_directory(directory)  # before the weights: it takes no time to refuse
+    return LoadedTarget(load_hf(directory, **options), text, name)
 
 
 def _from_torch(name: str, dtype: Any, mesh: Mesh | None) -> LoadedTarget:
@@ -154,15 +154,17 @@ def _from_torch(name: str, dtype: Any, mesh: Mesh | None) -> LoadedTarget:
     path = locate(name.removeprefix(TORCH))
     if not path.is_dir():
         raise ValueError(f"target: expected a directory or a hub id after {TORCH!r}, found {name}")
-    return LoadedTarget(load_torch(path, dtype), codec_from_directory(path), name)
+    text = codec_from_directory(path)
+    return LoadedTarget(load_torch(path, dtype), text, name)
 
 
 def _from_gguf(path: Path, name: str, options: dict[str, Any]) -> LoadedTarget:
     file = GGUFFile(path)
-    target = load_gguf(file, **options)
     try:
-        text = codec_from_gguf(file.metadata)
+        text = codec_from_gguf(file.metadata, str(path))
     except NotImplementedError as error:
         warnings.warn(f"{path}: {error}; prompts must be token ids", stacklevel=3)
         text = None
-    return LoadedTarget(target, text, name)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+    return LoadedTarget(load_gguf(file, **options), text, name)
