@@ -37,7 +37,7 @@ from dflash_jax.draft import DFlashDraft, abstract
 from dflash_jax.gguf_file import GGUFFile, write_gguf
 from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head
 from dflash_jax.keys import decode_json, printable, read_json
-from dflash_jax.leaves import ALL, load_tree
+from dflash_jax.leaves import ALL, check_finite, load_tree
 from dflash_jax.quant import Precision, QuantizedLinear
 from dflash_jax.sharding import named_leaves
 from dflash_jax.tables import (
@@ -247,7 +247,7 @@ def load_draft(
         partial(read_floats, files),
         ready=_made(found, shapes, target),
         mesh=None if trimmed else mesh,
-        label=f"loading {files.directory.name}",
+        source=files.directory,
         progress=progress,
     )
     if not trimmed:
@@ -459,7 +459,9 @@ def read_quantized(
     for name in sorted(table, key=lambda name: table[name].start):
         weight = files.quantized(name)
         if weight is None or weight.precision != precision:
-            weight = quant.quantize(read_tensor(files, name), precision)
+            tensor = read_tensor(files, name)
+            check_finite(tensor, f"{files.directory}: {name}")
+            weight = quant.quantize(tensor, precision)
         parts.append(weight)
     values, scales = (
         np.concatenate([getattr(w, field) for w in parts]) for field in ("values", "scales")

@@ -10,6 +10,7 @@ import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -50,7 +51,7 @@ def load_tree(
     ready: Mapping[str, Callable[[], np.ndarray]] | None = None,
     transform: Callable[[str, np.ndarray], np.ndarray] | None = None,
     mesh: Mesh | None = None,
-    label: str = "loading",
+    source: str | Path = "",
     progress: bool | None = None,
 ) -> Any:
     """The pytree of an `abstract` tree, on the device or split over a mesh.
@@ -62,7 +63,10 @@ def load_tree(
       ready: path -> what makes that leaf, in the layout of one device, once its turn comes.
       transform: applied to each tensor's rows, or to a device's share of them.
       mesh: see `sharding`. ValueError where the model does not fit it.
-      label, progress: of the bar, see `progress.Progress`.
+      source: where the tensors come from, for the bar and error texts. progress: see
+        `progress.Progress`.
+
+    ValueError naming a tensor that holds what is not finite, as stored or in the dtype of `shapes`.
     """
     if mesh is not None:
         sharding.check(shapes, mesh)
@@ -73,14 +77,16 @@ def load_tree(
     count = 1 if mesh is None else mesh.shape[sharding.MODEL]
     paths, leaves = sharding.named_leaves(shapes), []
     size = sum(math.prod(shape.shape) * shape.dtype.itemsize for _, shape in paths)
+    label = f"loading {Path(source).name}"
     with Progress(label, size, scale=1e9, unit="GB", show=progress) as bar:
         for path, shape in paths:
             if path in ready:
                 host = ready[path]().astype(shape.dtype, copy=False)
+                check_finite(host, f"{source}: {path}")
                 order = sharding.shard_order(shapes.config, path, count)
                 part_of = (host if order is None or count == 1 else host[order]).__getitem__
             else:
-                part_of = partial(_fill, parts[path], shape, read, transform)
+                part_of = partial(_fill, parts[path], shape, read, transform, source)
             leaves.append(_place(shape, sharding.spec(path, shape), mesh, part_of))
             part_of = host = None  # nothing on the host outlives its leaf
             bar.add(math.prod(shape.shape) * shape.dtype.itemsize)
@@ -108,11 +114,39 @@ def _empty(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
     return room[at : at + size].view(dtype).reshape(shape)
 
 
+def check_finite(values: np.ndarray, name: str, first: tuple[int, ...] = (0, 0)) -> None:
+    """ValueError that names the first number that is NaN or infinite; integers are fine.
+
+    first: the place of `values` in what `name` calls it. Numbers are looked at as integers, whose
+    largest says whether any exponent is all ones: much faster than to read them from a file.
+    """
+    if np.issubdtype(values.dtype, np.integer) or _bits_finite(values):
+        return
+    wide = values.astype(np.float64)
+    for place in np.argwhere(~np.isfinite(wide)):
+        where = [int(i) + offset for i, offset in zip(place, first, strict=False)]
+        found = wide[tuple(place)]
+        raise ValueError(f"{name}: expected finite {values.dtype}, found {found} at {where}")
+
+
+def _bits_finite(values: np.ndarray) -> bool:
+    """Whether all are finite for sure, by the largest positive and the largest negative one."""
+    size = values.itemsize
+    if size == 1:  # not all of those formats have an infinity
+        return False
+    # A sign, an exponent, the rest; infinity is the number whose exponent is all ones and no more.
+    signed = np.ascontiguousarray(values).view(f"i{size}")
+    infinity = int(np.array(np.inf, values.dtype).view(f"i{size}"))
+    largest, least = signed.max(initial=0), signed.view(f"u{size}").max(initial=0)
+    return bool(largest < infinity and least < infinity + (1 << (8 * size - 1)))
+
+
 def _fill(
     parts: Sequence[tuple[str, Part]],
     shape: Any,
     read: Read,
     transform: Callable[[str, np.ndarray], np.ndarray] | None,
+    source: str | Path,
     index: tuple[slice, ...],
 ) -> np.ndarray:
     """The host array of one device's part, `index`, of a leaf that `parts` fill."""
@@ -129,8 +163,10 @@ def _fill(
         step = max(1, CHUNK // max(1, block[:1].nbytes))
         for begin in range(0, rows, step):
             end = min(begin + step, rows)
-            source = slice(share * rows + begin, share * rows + end)
-            block[begin:end] = read(name, source, columns)
+            theirs = slice(share * rows + begin, share * rows + end)
+            with np.errstate(over="ignore", invalid="ignore"):  # looked at below
+                block[begin:end] = read(name, theirs, columns)
+            check_finite(block[begin:end], f"{source}: {name}", (theirs.start, columns.start or 0))
         if transform is not None:
             block[:] = transform(name, block)
         at += rows

@@ -16,6 +16,7 @@ from dflash_jax.config import resolve_harvest
 from dflash_jax.doctor import Doctor, Effort
 from dflash_jax.doctor import config as statements
 from dflash_jax.doctor.probe import WORST, Probe, Setting
+from dflash_jax.doctor.report import merged
 from dflash_jax.doctor.suspects import Tensors, orders, other_taps, suspects
 from dflash_jax.doctor.tensors import check_tensors
 from dflash_jax.doctor.trial import Confidence, sign_test, standard_errors
@@ -98,7 +99,7 @@ def names(report):
 def file_findings(directory, loaded):
     """(where, name, text) of all that is found without drafting."""
     draft, found = statements.load_and_listen(directory, loaded, "float32")
-    found += check_tensors(TensorFiles(directory))
+    found = merged(found, check_tensors(TensorFiles(directory)))
     if draft is not None:
         raw, target_raw = statements.raw_config(directory), statements.raw_config(TINY / "target")
         found += statements.check_config(raw, draft.config, loaded, target_raw)

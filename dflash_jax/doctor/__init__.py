@@ -23,9 +23,9 @@ from dflash_jax.doctor import config as statements
 from dflash_jax.doctor import texts
 from dflash_jax.doctor.blocks import check_block
 from dflash_jax.doctor.probe import Probe, Setting, Sight, look
-from dflash_jax.doctor.report import Finding, Report, SelfTest
+from dflash_jax.doctor.report import Finding, Report, SelfTest, merged
 from dflash_jax.doctor.suspects import Suspect, rope_words, suspects
-from dflash_jax.doctor.tensors import check_tensors
+from dflash_jax.doctor.tensors import check_target, check_tensors
 from dflash_jax.doctor.trial import Comparison, Search, confidence, low
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.targets import dense
@@ -103,10 +103,11 @@ class Doctor:
         model, findings = statements.load_and_listen(directory, loaded, dtype)
         report = Report(str(draft), loaded.name, None, findings, seed=self._seed)
         try:
-            report.findings += check_tensors(TensorFiles(directory))
+            report.findings = merged(findings, check_tensors(TensorFiles(directory)))
         except (OSError, ValueError) as error:
             if model is not None or not findings:
                 report.findings.append(Finding("tensors", "checkpoint", str(error)))
+        report.findings += self._target_findings
         if model is not None:
             report.family = model.config.family
             raw = statements.raw_config(directory)
@@ -150,6 +151,10 @@ class Doctor:
         if why is not None and not report.findings:
             text = f"position 1 {whole.first:.2f} is {why}, and no other setting explains it"
             report.findings.append(Finding("self-test", "unexplained", text))
+
+    @functools.cached_property
+    def _target_findings(self) -> list[Finding]:
+        return check_target(self._loaded.target)
 
     @functools.cached_property
     def _sights(self) -> tuple[Sight, Sight, float]:

@@ -8,13 +8,19 @@ from typing import Any
 class Finding:
     """One fault.
 
-    where: "loading", "config", "tensors" or "self-test". name: the config's key, or the tensors.
-    text: what is wrong with it.
+    where: "loading", "config", "tensors", "target" or "self-test". name: the config's key, or the
+    tensors. text: what is wrong with it.
     """
 
     where: str
     name: str
     text: str
+
+
+def merged(loading: list[Finding], tensors: list[Finding]) -> list[Finding]:
+    """Both, but for a tensor that loading refused and whose numbers say more."""
+    named = {finding.name for finding in tensors}
+    return [finding for finding in loading if finding.name not in named] + tensors
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,16 @@
 import hashlib
 import re
 from collections.abc import Iterator
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import quant
 from dflash_jax.checkpoint import TensorFiles, listing, read_tensor
 from dflash_jax.doctor.report import Finding
+from dflash_jax.sharding import named_leaves
 
 F16_MAX, BF16_MAX = 65504.0, 3.3895313892515355e38
 SIBLING_RATIO = 8.0
@@ -20,6 +24,9 @@ SPIKE, ROW_SPIKE, SCALE_SPIKE = 300.0, 50.0, 1000.0
 """A value over its tensor's rms, a row's rms over the median row's, a scale over the median one."""
 TABLES = ("codebook", "markov_w", "embed_tokens", "lm_head")
 """Tensors with a row a token, most of which training never saw."""
+LARGEST = 1e18
+"""Of weights: squares and products of larger ones overflow float32, and a norm makes zeros of it.
+"""
 
 
 class Stat:
@@ -84,6 +91,28 @@ def check_tensors(files: TensorFiles) -> list[Finding]:
     return findings
 
 
+def check_target(target: Any) -> list[Finding]:
+    """Leaves of a target that cannot be meant: all zeros, or numbers whose squares overflow.
+
+    (What is not finite does not load.) Its text is its own; no drafter can follow such a one.
+    """
+    found = []
+    for path, leaf in named_leaves(target):
+        if leaf.size < 2 or not jnp.issubdtype(leaf.dtype, jnp.floating):
+            continue
+        largest = float(_largest(leaf))
+        if largest == 0.0:
+            found.append(Finding("target", path, "every value is 0"))
+        elif largest > LARGEST:
+            found.append(Finding("target", path, f"values up to {largest:.3g} overflow float32"))
+    return found
+
+
+@jax.jit
+def _largest(leaf: jax.Array) -> jax.Array:
+    return jnp.abs(leaf).max()
+
+
 def _reason(error: Exception, files: TensorFiles) -> str:
     return str(error).removeprefix(f"{files.directory}: ")
 
@@ -144,7 +173,7 @@ def check_sizes(stats: list[Stat]) -> Iterator[Finding]:
                 yield Finding("tensors", stat.name, text)
                 break
             low, high = NORM_SIZES if stat.is_norm else SIZES
-            if stat.size > 1 and not low <= stat.rms <= high:
+            if stat.rms > high or (stat.size > 1 and stat.rms < low):
                 text = f"rms {stat.rms:.3g}, expected {low:g} to {high:g}"
                 yield Finding("tensors", stat.name, text)
     for stat in stats:

@@ -75,7 +75,7 @@ def load_gguf(
         partial(read_floats, file),
         transform=transform,
         mesh=mesh,
-        label=f"loading {file.directory.name}",
+        source=file.directory,
         progress=progress,
     )
 

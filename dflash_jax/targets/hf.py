@@ -71,7 +71,7 @@ def load_hf(
         table(config),
         partial(read_floats, files),
         mesh=mesh,
-        label=f"loading {files.directory.name}",
+        source=files.directory,
         progress=progress,
     )
 
