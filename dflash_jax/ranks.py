@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.corpus import Corpus, answer_ids, prompt_ids, read_records
+from dflash_jax.corpus import Corpus
+from dflash_jax.records import answer_ids, prompt_ids, read_records
 
 
 def corpus_ranks(path: str | Path, codec: Any, vocab_size: int) -> np.ndarray:
     """All token ids by their count in a corpus, the most frequent first, equals by id.
 
     path: a `.npz` that `corpus.Corpus` wrote, of which the target's own tokens count; or a `.jsonl`
-    of records as `corpus.read_records` takes them, of which answers count, and prompts where there
+    of records as `records.read_records` takes them, of which answers count, and prompts where there
     is no answer. ValueError for ids that the target does not have.
     """
     if Path(path).suffix == ".npz":

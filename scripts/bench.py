@@ -60,10 +60,11 @@ from bench_shapes import (
 from bench_stages import DIFFERENCES, OF_TARGET, STAGES
 from bench_timing import Program, bandwidth, check, measure
 
-from dflash_jax import corpus, kernels, load_draft
+from dflash_jax import kernels, load_draft
 from dflash_jax.checkpoint import compute_dtype, draft_directory
 from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import DFlashConfig
+from dflash_jax.records import HELDOUT, prompt_ids, read_records
 from dflash_jax.targets.dense import DecoderConfig
 from dflash_jax.targets.loading import LoadedTarget, load_target
 
@@ -258,8 +259,7 @@ def context_ids(loaded: LoadedTarget, contexts: Sequence[int]) -> list[list[int]
         size = len(contexts), max(contexts)
         ids = jax.random.randint(jax.random.key(0), size, 0, loaded.target.vocab_size)
         return [row[-n:] for row, n in zip(ids.tolist(), contexts, strict=True)]
-    records = corpus.read_records(corpus.HELDOUT)
-    prompts = [corpus.prompt_ids(record, loaded.text) for record in records]
+    prompts = [prompt_ids(record, loaded.text) for record in read_records(HELDOUT)]
     rows: list[list[int]] = [[] for _ in contexts]
     for b, context in enumerate(contexts):
         for number in itertools.count(b, -1):

@@ -23,12 +23,13 @@ from typing import Any
 
 import jax
 
-from dflash_jax import corpus, generate, load_draft
+from dflash_jax import generate, load_draft
 from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.cli import Parser, run_command
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.quant import FLOAT, PRECISIONS
 from dflash_jax.ranks import corpus_ranks
+from dflash_jax.records import HELDOUT, prompt_ids, read_records
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.window import DSparkVtPolicy, measured_window
 
@@ -43,7 +44,7 @@ def parser() -> Parser:
     add("--draft", nargs="+", default=shipped_drafts(), metavar="NAME|DIR|FILE.gguf")
     add("--variants", nargs="+", default=VARIANTS, metavar="PRECISION[/ROWS]")
     add("--ranks", metavar="FILE", help="ids, .npy or text; or a corpus, .npz or .jsonl")
-    add("--prompts", type=Path, default=corpus.HELDOUT, metavar="FILE.jsonl")
+    add("--prompts", type=Path, default=HELDOUT, metavar="FILE.jsonl")
     add("--count", type=int, default=8, help="prompts, spread over the file (default: 8)")
     add("--max-new-tokens", type=int, default=64)
     add("--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 off it")
@@ -110,12 +111,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     ranks = args.ranks
     if ranks and Path(ranks).suffix in (".npz", ".jsonl"):
         ranks = corpus_ranks(ranks, loaded.text, size)
-    records = list(corpus.read_records(args.prompts))
+    records = list(read_records(args.prompts))
     if not 1 <= args.count <= len(records):
         raise ValueError(f"--count: expected 1..{len(records)}, found {args.count}")
     # Spread over the file, whose kinds of prompt lie side by side.
     chosen = [records[i * len(records) // args.count] for i in range(args.count)]
-    prompts = [corpus.prompt_ids(record, loaded.text) for record in chosen]
+    prompts = [prompt_ids(record, loaded.text) for record in chosen]
     plain = decode(loaded, None, prompts, args)
     device = jax.devices()[0]
     report: dict[str, Any] = {

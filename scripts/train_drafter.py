@@ -27,6 +27,7 @@ from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import ARCHITECTURES, DFlashConfig, config_dict, parse_config
 from dflash_jax.draft import init_draft
 from dflash_jax.losses import Recipe
+from dflash_jax.records import HELDOUT, prompt_ids, read_records
 from dflash_jax.targets.loading import load_target
 from dflash_jax.training import (
     Schedule,
@@ -100,7 +101,7 @@ def parser() -> Parser:
     add("--optimizer", choices=("adamw", "muon"), default="adamw")
     add("--seed", type=int, default=0)
     add("--devices", type=int, help="local devices to share out the work to (default: all)")
-    add("--heldout", type=Path, default=data.HELDOUT, help="prompts to report acceptance on")
+    add("--heldout", type=Path, default=HELDOUT, help="prompts to report acceptance on")
     add("--max-new-tokens", type=int, default=256, help="for the report")
     add("--eval-every", type=int, default=250)
     add("--storage", choices=("int8", "bf16"), default="int8")
@@ -156,8 +157,8 @@ def run(args: argparse.Namespace) -> None:
     target, codec = loaded.target, loaded.text
     say(f"target {loaded.name} on {jax.devices()[0].device_kind}")
     sampling = data.SampleOptions(args.length, tuple(sorted({args.length // 2, args.length})))
-    records = list(data.read_records(args.heldout))
-    prompts = [data.prompt_ids(record, codec) for record in records]
+    records = list(read_records(args.heldout))
+    prompts = [prompt_ids(record, codec) for record in records]
     check_heldout(prompts, args, target)
     corpus = make_corpus(args, target, codec, sampling, say)
     heldout = trainer.heldout_batch(target, codec, prompts, sampling) if codec else None
@@ -239,7 +240,7 @@ def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
     """Read records, or read the corpus files that exist and sample the others."""
     if args.data:
         end = data.chat_format(codec).to_user[:1] if codec and codec.template else ()
-        corpus = data.corpus_from_records(data.read_records(args.data), codec, args.length, end)
+        corpus = data.corpus_from_records(read_records(args.data), codec, args.length, end)
         check_ids("--data", int(corpus.ids.max()), target)
         return corpus
     if codec is None:

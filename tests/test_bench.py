@@ -491,7 +491,7 @@ def test_a_context_of_text_ends_in_another_question_for_every_sequence(monkeypat
             return [int(messages[0]["content"])] * 3
 
     records = [{"prompt": "1"}, {"prompt": "2"}]
-    monkeypatch.setattr(bench.corpus, "read_records", lambda file: records)
+    monkeypatch.setattr(bench, "read_records", lambda file: records)
     rows = bench.context_ids(bench.LoadedTarget(None, Codec(), "any"), [8, 8, 8])
     assert rows == [[1, 1, 2, 2, 2, 1, 1, 1], [2, 2, 1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 2, 1, 1, 1]]
 

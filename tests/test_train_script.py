@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import train_drafter
 
-from dflash_jax import corpus, load_draft
+from dflash_jax import load_draft
 from dflash_jax.targets.hf import load_hf
 
 TINY = Path(__file__).parent / "oracles" / "tiny"
@@ -186,20 +186,3 @@ def test_prompts_that_could_not_be_reported_on_are_refused_before_the_training(
     assert code == 2
     assert message in capsys.readouterr().err
     assert not out.exists()
-
-
-def test_a_records_text_may_hold_any_character(tmp_path):
-    """Line separators of Unicode are no ends of lines here."""
-    text = "one\u2028two\x85three\x0cfour"
-    file = tmp_path / "records.jsonl"
-    file.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\r\n", newline="")
-    assert list(corpus.read_records(file)) == [{"prompt": text}]
-    file.write_bytes(b"\xff")
-    with pytest.raises(ValueError, match=r"records\.jsonl: expected UTF-8 text, found "):
-        list(corpus.read_records(file))
-
-
-@pytest.mark.parametrize("messages", [5, [], [5], [{"content": "x"}]])
-def test_messages_are_turns(messages):
-    with pytest.raises(ValueError, match="messages: expected turns with a role, found"):
-        corpus.prompt_ids({"messages": messages}, codec=object())

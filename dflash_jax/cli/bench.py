@@ -13,7 +13,7 @@ from typing import Any, get_args
 import jax
 from jax.sharding import Mesh
 
-from dflash_jax import __version__, corpus
+from dflash_jax import __version__
 from dflash_jax.benchmark import Decoding, Prompt, decode, run_trial
 from dflash_jax.benchmark.figure import save_figure
 from dflash_jax.benchmark.report import Report, comparable, digest, pairs_of, read_report
@@ -30,6 +30,7 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.extras import require
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
+from dflash_jax.records import HELDOUT, prompt_ids, read_records
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, PolicyKind
 
@@ -142,14 +143,14 @@ def _measure(args: argparse.Namespace, mesh: Mesh | None, against: Report | None
 
 def read_prompts(args: argparse.Namespace, loaded: LoadedTarget) -> list[Prompt]:
     """The file's prompts, or the package's, of every kind in turn."""
-    file = corpus.HELDOUT if args.prompts is None else args.prompts
+    file = HELDOUT if args.prompts is None else args.prompts
     if args.limit is not None and args.limit < 0:
         raise ValueError(f"--limit: expected 0 or more, found {args.limit}")
     if args.prompts is None and loaded.text is None:
         raise ValueError(f"--prompts: expected a file ({args.target} has no tokenizer), found none")
     template = files.template_args(args, loaded)
     kinds: dict[str, list[Prompt]] = {}
-    for number, record in enumerate(corpus.read_records(file)):
+    for number, record in enumerate(read_records(file)):
         extra = record.keys() - {*files.PROMPT_KEYS, "kind"}
         try:
             if extra:
@@ -174,7 +175,7 @@ def _prompt(
         raise ValueError(f"kind: expected a text, found {kind!r:.40}")
     if args.no_chat and isinstance(text, str) and text and loaded.text is not None:
         return Prompt(loaded.text.encode(text), kind, text)
-    ids = corpus.prompt_ids(record, loaded.text, **template)
+    ids = prompt_ids(record, loaded.text, **template)
     return Prompt(ids, kind, text if isinstance(text, str) else "")
 
 

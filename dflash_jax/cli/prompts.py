@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from dflash_jax import corpus
 from dflash_jax.batch import Request, serve
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.records import prompt_ids, read_records
 from dflash_jax.sampling import RANGES, SamplingParams
 from dflash_jax.session import Generation
 from dflash_jax.targets.loading import LoadedTarget
@@ -73,7 +73,7 @@ def run(
     if options["capacity"] is None:
         del options["capacity"]
     requests = []
-    for number, record in enumerate(corpus.read_records(args.prompts)):
+    for number, record in enumerate(read_records(args.prompts)):
         try:
             requests.append(request_of(record, loaded, args, stops, sampling))
         except ValueError as error:
@@ -102,7 +102,7 @@ def request_of(
     if args.no_chat and isinstance(record.get("prompt"), str) and loaded.text is not None:
         ids = loaded.text.encode(record["prompt"])
     else:
-        ids = corpus.prompt_ids(record, loaded.text, **template_args(args, loaded))
+        ids = prompt_ids(record, loaded.text, **template_args(args, loaded))
     return Request(
         ids,
         record.get("max_new_tokens", args.max_new_tokens),

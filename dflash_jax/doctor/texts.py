@@ -14,10 +14,9 @@ from dflash_jax.corpus import (
     PromptTemplates,
     SampleOptions,
     make_starts,
-    prompt_ids,
-    read_records,
     sample_rows,
 )
+from dflash_jax.records import prompt_ids, read_records
 from dflash_jax.targets.loading import LoadedTarget
 
 LONGEST = 256
