@@ -21,6 +21,8 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, PartitionSpec
 
+from dflash_jax.arrays import read_npz
+from dflash_jax.keys import LARGEST
 from dflash_jax.records import answer_ids, prompt_ids
 from dflash_jax.targets import Target
 from dflash_jax.training import DATA, Batch, spread
@@ -61,7 +63,7 @@ def chat_format(codec: Any) -> ChatFormat:
     to_user, _ = rest.split(three)
 
     def ids(piece: str) -> tuple[int, ...]:
-        return tuple(codec.tokenizer.encode(piece, add_special_tokens=False).ids)
+        return tuple(codec.encode_plain(piece))
 
     return ChatFormat(ids(opening), ids(to_assistant), ids(to_user))
 
@@ -369,18 +371,30 @@ class Corpus:
     @classmethod
     def load(cls, path: str | Path) -> "Corpus":
         """Read what `save` wrote; FileNotFoundError or ValueError naming the file."""
-        if not Path(path).is_file():
-            raise FileNotFoundError(f"corpus: expected {path}, found nothing")
-        try:
-            with np.load(path) as stored:
-                return cls(stored["ids"], stored["segment"], stored["answer"])
-        except (ValueError, KeyError, OSError) as error:
-            raise ValueError(f"{path}: not a corpus ({error})") from None
+        stored = read_npz(path)
+        for name, kind in (("ids", np.integer), ("segment", np.integer), ("answer", np.bool_)):
+            part = stored.get(name)
+            if part is None:
+                raise ValueError(f"{path}: not a corpus (no {name} in it)")
+            if part.ndim != 2 or not part.size or part.shape != stored["ids"].shape:
+                raise ValueError(
+                    f"{path}: {name}: expected rows of tokens, found {list(part.shape)}"
+                )
+            if not np.issubdtype(part.dtype, kind):
+                raise ValueError(
+                    f"{path}: {name}: expected {kind.__name__}, found {part.dtype.name}"
+                )
+        if stored["ids"].min() < 0 or stored["ids"].max() > LARGEST:
+            raise ValueError(f"{path}: ids: expected token ids, found {stored['ids'].min()}")
+        return cls(stored["ids"], stored["segment"], stored["answer"])
 
     @classmethod
     def join(cls, parts: Iterable["Corpus"]) -> "Corpus":
-        """All rows of several corpora of one width."""
+        """All rows of several corpora of one width; ValueError naming two that differ in it."""
         parts = list(parts)
+        widths = {part.ids.shape[1] for part in parts}
+        if len(widths) != 1:
+            raise ValueError(f"corpus: expected rows of one length, found {sorted(widths)}")
         names = ("ids", "segment", "answer")
         return cls(*(np.concatenate([getattr(p, name) for p in parts]) for name in names))
 

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import quant
+from dflash_jax.arrays import read_npy
 from dflash_jax.config import DFlashConfig
 from dflash_jax.draft import DFlashDraft, DraftHead
+from dflash_jax.keys import printable
 
 LM_HEAD, D2T = "lm_head.weight", "d2t"
 """A head's tensors in a checkpoint. d2t holds offsets: target id = draft id + d2t[draft id]."""
@@ -30,13 +32,15 @@ def read_ranks(path: str | Path) -> np.ndarray:
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"ranks: expected a file {path}, found nothing")
-    try:
-        if path.suffix == ".npy":
-            ids = np.load(path)
-        else:
+    if path.suffix == ".npy":
+        ids = read_npy(path)
+    else:
+        try:
             ids = np.array([int(word) for word in path.read_text(encoding="utf-8").split()], int)
-    except (ValueError, OverflowError, EOFError) as error:
-        raise ValueError(f"{path}: expected one token id a line or .npy ({error})") from None
+        except (ValueError, OverflowError) as error:
+            raise ValueError(
+                f"{path}: expected one token id a line or .npy ({printable(error)})"
+            ) from None
     if ids.ndim != 1 or not np.issubdtype(ids.dtype, np.integer):
         raise ValueError(f"{path}: expected token ids [n], found {list(ids.shape)} of {ids.dtype}")
     return ids.astype(np.int64)
@@ -55,7 +59,9 @@ def draft_ids(
         stops = [i for i in dict.fromkeys(target.stop_token_ids) if i < size]
         ids = np.array([*stops, *np.delete(np.arange(size), stops)], np.int64)
     else:
-        ids = read_ranks(ranks) if isinstance(ranks, str | Path) else np.asarray(ranks, np.int64)
+        ids = read_ranks(ranks) if isinstance(ranks, str | Path) else np.asarray(ranks)
+    if ids.ndim != 1 or not (np.issubdtype(ids.dtype, np.integer) or not ids.size):
+        raise ValueError(f"ranks: expected token ids [n], found {list(ids.shape)} of {ids.dtype}")
     if len(ids) and not 0 <= ids.min() <= ids.max() < size:
         bad = ids[(ids < 0) | (ids >= size)][0]
         raise ValueError(f"ranks: expected ids in 0..{size - 1}, found {bad}")

@@ -99,6 +99,10 @@ class TextCodec:
         text = self.render_chat(messages, **template_kwargs)
         return self._ids(text, add_special_tokens=False)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text in the middle of another: nothing is put in front."""
+        return self._ids(text, add_special_tokens=False)
+
     def _ids(self, text: str, *, add_special_tokens: bool) -> list[int]:
         text = _unicode(text)
         with _one_line("tokenizer", self.source):

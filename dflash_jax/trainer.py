@@ -20,6 +20,7 @@ from dflash_jax.checkpoint import compute_dtype, save_draft
 from dflash_jax.config import resolve_harvest
 from dflash_jax.corpus import Corpus
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.keys import printable
 from dflash_jax.losses import Recipe
 from dflash_jax.session import generate
 from dflash_jax.sharding import named_leaves
@@ -159,8 +160,12 @@ class Log:
         self._path = path
         self._rows: list[dict[str, Any]] = []
         if keep and path.is_file():
-            with path.open(newline="") as file:
-                self._rows = [row for row in csv.DictReader(file) if int(row["step"]) <= keep]
+            try:
+                with path.open(newline="", encoding="utf-8") as file:
+                    self._rows = [row for row in csv.DictReader(file) if int(row["step"]) <= keep]
+            except (ValueError, KeyError, TypeError, csv.Error) as error:
+                reason = printable(error)
+                raise ValueError(f"{path}: expected the log of a run ({reason})") from None
 
     def write(self, row: dict[str, Any]) -> None:
         """Add a row and bring the file up to date."""

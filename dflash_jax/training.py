@@ -22,6 +22,7 @@ import numpy as np
 from flax import struct
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from dflash_jax.arrays import read_npz
 from dflash_jax.attention import attention_mask
 from dflash_jax.checkpoint import named_leaves
 from dflash_jax.config import (
@@ -33,8 +34,10 @@ from dflash_jax.config import (
 )
 from dflash_jax.draft import DFlashDraft, block_qkv, context_kv, ctx_features, layer_forward
 from dflash_jax.extras import require
+from dflash_jax.keys import printable
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rms_norm, rope_tables
+from dflash_jax.leaves import check_finite
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
 from dflash_jax.targets import Target
 
@@ -499,19 +502,22 @@ def save_state(state: TrainState, path: str | Path) -> None:
 
 
 def restore_state(state: TrainState, path: str | Path) -> TrainState:
-    """`state` with every leaf from `path`; ValueError naming one of another name or shape."""
-    with np.load(path) as stored:
-        names = [name for name, _ in named_leaves(state)]
-        if set(names) != set(stored.files):
-            odd = sorted(set(names) ^ set(stored.files))
-            raise ValueError(f"{path}: expected the leaves of this recipe, differs in {odd[0]}")
-        leaves = []
-        for name, leaf in named_leaves(state):
-            if stored[name].shape != leaf.shape:
-                raise ValueError(
-                    f"{path}: {name}: expected {list(leaf.shape)}, found {list(stored[name].shape)}"
-                )
-            leaves.append(jnp.asarray(stored[name], leaf.dtype))
+    """`state` with every leaf from `path`; ValueError naming one of another name, shape or type."""
+    stored, held = read_npz(path), dict(named_leaves(state))
+    odd = sorted(held.keys() ^ stored.keys())
+    if odd:
+        raise ValueError(
+            f"{path}: expected the leaves of this recipe, differs in {printable(odd[0])}"
+        )
+    for name, leaf in held.items():
+        shape, dtype = stored[name].shape, stored[name].dtype
+        if (shape, dtype) != (leaf.shape, leaf.dtype):
+            raise ValueError(
+                f"{path}: {name}: expected {list(leaf.shape)} of {leaf.dtype}, "
+                f"found {list(shape)} of {dtype}"
+            )
+        check_finite(stored[name], f"{path}: {name}")
+    leaves = [jnp.asarray(stored[name]) for name in held]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
 

@@ -27,7 +27,7 @@ from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import ARCHITECTURES, DFlashConfig, config_dict, parse_config
 from dflash_jax.draft import init_draft
 from dflash_jax.losses import Recipe
-from dflash_jax.records import HELDOUT, prompt_ids, read_records
+from dflash_jax.records import HELDOUT, kind_of, prompt_ids, read_records
 from dflash_jax.targets.loading import load_target
 from dflash_jax.training import (
     Schedule,
@@ -158,6 +158,7 @@ def run(args: argparse.Namespace) -> None:
     say(f"target {loaded.name} on {jax.devices()[0].device_kind}")
     sampling = data.SampleOptions(args.length, tuple(sorted({args.length // 2, args.length})))
     records = list(read_records(args.heldout))
+    kinds = [kind_of(record) for record in records]
     prompts = [prompt_ids(record, codec) for record in records]
     check_heldout(prompts, args, target)
     corpus = make_corpus(args, target, codec, sampling, say)
@@ -192,7 +193,6 @@ def run(args: argparse.Namespace) -> None:
     say(f"{len(corpus)} rows, {corpus.answer_tokens / 1e6:.2f}M answer tokens; step {state.step}")
     state = trainer.train(target, state, corpus, heldout, recipe, schedule, options, say)
     draft = load_draft(args.out, target)
-    kinds = [record.get("kind", "any") for record in records]
     reports, lossless = trainer.measure(target, draft, prompts, kinds, args.max_new_tokens)
     facts = {
         "target": loaded.name,
@@ -263,6 +263,7 @@ def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
             )
             fresh.save(file)
         parts.append(data.Corpus.load(file))
+        check_ids(f"--corpus {file}", int(parts[-1].ids.max()), target)
     return data.Corpus.join(parts)
 
 

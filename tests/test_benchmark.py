@@ -359,9 +359,9 @@ def test_options_that_cannot_be_honoured(options, reason, prompts, capsys):
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"prompt_ids": [1], "max_new_tokens": 4}, "prompt 0: expected keys of"),
-        ({"prompt_ids": [1], "kind": 3}, "prompt 0: kind: expected a text, found 3"),
-        ({"prompt": "Hello"}, "prompt 0: data: expected prompt_ids"),
+        ({"prompt_ids": [1], "max_new_tokens": 4}, "prompts.jsonl:1: expected keys of"),
+        ({"prompt_ids": [1], "kind": 3}, "prompts.jsonl:1: kind: expected text, found 3"),
+        ({"prompt": "Hello"}, "prompts.jsonl:1: expected prompt_ids"),
         (None, "expected prompts, found none"),
     ],
 )

@@ -234,11 +234,13 @@ def test_a_lines_own_options_go_before_the_commands():
     ("text", "message"),
     [
         ("{", "prompts.jsonl:1: not JSON"),
-        ("", "requests: expected at least one, found none"),
-        ('{"prompt": "Hi"}', "prompts.jsonl, prompt 0: data: expected prompt_ids"),
-        ('{"prompt_ids": [1], "top": 3}', "prompts.jsonl, prompt 0: expected keys of prompt, mess"),
-        ('{"prompt_ids": [1], "top_p": 3}', "prompts.jsonl, prompt 0: top_p: expected a number"),
-        ('{"prompt_ids": [999]}', r"request 0: prompt: expected ids in 0..263, found 999"),
+        ("", "prompts.jsonl: expected prompts, found none"),
+        ('{"prompt": "Hi"}', "prompts.jsonl:1: expected prompt_ids"),
+        ('{"prompt_ids": [1], "top": 3}', "prompts.jsonl:1: expected keys of prompt, messages"),
+        ('{"prompt_ids": [1], "top_p": 3}', "prompts.jsonl:1: top_p: expected a number"),
+        ('\n{"prompt_ids": [999]}', "prompts.jsonl:2: prompt: expected ids in 0..263, found 999"),
+        ('{"prompt_ids": []}', "prompts.jsonl:1: prompt: expected at least one token, found none"),
+        ('{"prompt_ids": [1], "max_new_tokens": "x"}', "prompts.jsonl:1: max_new_tokens: expected"),
     ],
 )
 def test_a_line_that_is_no_prompt_is_named(text, message, tmp_path, capsys):

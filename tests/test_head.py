@@ -69,7 +69,7 @@ def test_what_cannot_be_a_draft_vocabulary(rows, ranks, message):
     [
         ("r.txt", b"1\ntwo\n", "r.txt: expected one token id a line"),
         ("r.txt", b"\xff\xfe", "r.txt: expected one token id a line"),
-        ("r.npy", b"not numpy", "r.npy: expected one token id a line or .npy"),
+        ("r.npy", b"not numpy", "r.npy: not a readable .npy"),
     ],
 )
 def test_a_damaged_ranks_file_is_named(name, content, message, tmp_path):

@@ -140,7 +140,7 @@ GOOD = {"prompt_ids": [1, 2], "answer_ids": [3, 4]}
         ("", "found none"),
         ("hello", ":1: not JSON"),
         ("[" * 100_000, ":1: not JSON"),
-        ("[1]", ":1: expected an object, found [1]"),
+        ("[1]", ":1: expected a JSON object, found list"),
         ("{}", "expected prompt_ids, messages or prompt, found []"),
         (
             {"prompt": "text", "answer": "text"},

@@ -28,9 +28,11 @@ from dflash_jax.compare import plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.extras import require
+from dflash_jax.keys import printable
+from dflash_jax.options import token_ids_of
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
-from dflash_jax.records import HELDOUT, prompt_ids, read_records
+from dflash_jax.records import HELDOUT, Record, kind_of, naming, prompt_ids, read_records
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, PolicyKind
 
@@ -150,15 +152,13 @@ def read_prompts(args: argparse.Namespace, loaded: LoadedTarget) -> list[Prompt]
         raise ValueError(f"--prompts: expected a file ({args.target} has no tokenizer), found none")
     template = files.template_args(args, loaded)
     kinds: dict[str, list[Prompt]] = {}
-    for number, record in enumerate(read_records(file)):
-        extra = record.keys() - {*files.PROMPT_KEYS, "kind"}
-        try:
+    for record in read_records(file):
+        with naming(record):
+            extra = record.keys() - {*files.PROMPT_KEYS, "kind"}
             if extra:
                 known = ", ".join((*files.PROMPT_KEYS, "kind"))
-                raise ValueError(f"expected keys of {known}, found {sorted(extra)}")
-            prompt = _prompt(record, args, loaded, template)
-        except ValueError as error:
-            raise ValueError(f"{file}, prompt {number}: {error}") from None
+                raise ValueError(f"expected keys of {known}, found {printable(sorted(extra))}")
+        prompt = _prompt(record, args, loaded, template)
         kinds.setdefault(prompt.kind, []).append(prompt)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
     prompts = [prompt for prompt in turns if prompt is not None]
@@ -168,14 +168,16 @@ def read_prompts(args: argparse.Namespace, loaded: LoadedTarget) -> list[Prompt]
 
 
 def _prompt(
-    record: dict[str, Any], args: argparse.Namespace, loaded: LoadedTarget, template: dict[str, Any]
+    record: Record, args: argparse.Namespace, loaded: LoadedTarget, template: dict[str, Any]
 ) -> Prompt:
-    kind, text = record.get("kind", ""), record.get("prompt", "")
-    if not isinstance(kind, str):
-        raise ValueError(f"kind: expected a text, found {kind!r:.40}")
+    kind, text = kind_of(record, ""), record.get("prompt", "")
     if args.no_chat and isinstance(text, str) and text and loaded.text is not None:
-        return Prompt(loaded.text.encode(text), kind, text)
-    ids = prompt_ids(record, loaded.text, **template)
+        with naming(record):
+            ids = loaded.text.encode(text)
+    else:
+        ids = prompt_ids(record, loaded.text, **template)
+    with naming(record):
+        ids = token_ids_of("prompt", ids, loaded.target.vocab_size)
     return Prompt(ids, kind, text if isinstance(text, str) else "")
 
 

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     status = Status(enabled=sys.stderr.isatty() and not args.json)
     status.show(f"loading {args.target}")
     loaded = load_target(args.target, args.dtype)
-    prompts = None if args.prompts is None else read_prompts(args.prompts, loaded.text)
+    prompts = None if args.prompts is None else read_prompts(args.prompts, loaded)
     status.show(f"examining {args.draft}")
     report = Doctor(loaded, prompts, args.seed).examine(
         args.draft, seconds=args.seconds, harvest=args.harvest, dtype=args.dtype

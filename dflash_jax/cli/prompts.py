@@ -3,12 +3,14 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from dflash_jax.batch import Request, serve
 from dflash_jax.draft import DFlashDraft
-from dflash_jax.records import prompt_ids, read_records
+from dflash_jax.keys import printable
+from dflash_jax.options import budget_of, token_ids_of
+from dflash_jax.records import naming, prompt_ids, read_records
 from dflash_jax.sampling import RANGES, SamplingParams
 from dflash_jax.session import Generation
 from dflash_jax.targets.loading import LoadedTarget
@@ -72,12 +74,11 @@ def run(
     del options["chunk"]
     if options["capacity"] is None:
         del options["capacity"]
-    requests = []
-    for number, record in enumerate(read_records(args.prompts)):
-        try:
-            requests.append(request_of(record, loaded, args, stops, sampling))
-        except ValueError as error:
-            raise ValueError(f"{args.prompts}, prompt {number}: {error}") from None
+    requests = [
+        request_of(record, loaded, args, stops, sampling) for record in read_records(args.prompts)
+    ]
+    if not requests:
+        raise ValueError(f"{args.prompts}: expected prompts, found none")
     slots = SLOTS if args.batch is None else args.batch
     for number, result in serve(loaded.target, draft, requests, slots, **options):
         say(json.dumps(line_of(number, result, loaded)))
@@ -85,30 +86,33 @@ def run(
 
 
 def request_of(
-    record: dict[str, Any],
+    record: Mapping[str, Any],
     loaded: LoadedTarget,
     args: argparse.Namespace,
     stops: list[int],
     sampling: SamplingParams,
 ) -> Request:
     """A line's request: `prompt`, `messages` or `prompt_ids`; what else it says goes before the
-    command's own options. ValueError for a key that means nothing here.
+    command's own options. ValueError, naming file and line, for a key that means nothing here.
     """
+    options = template_args(args, loaded)
     fields = {key: value for key, value in record.items() if key in RANGES}
-    extra = record.keys() - fields.keys() - {*PROMPT_KEYS, "max_new_tokens", "kind"}
-    if extra:
-        known = ", ".join((*PROMPT_KEYS, "max_new_tokens", *RANGES))
-        raise ValueError(f"expected keys of {known}, found {sorted(extra)}")
-    if args.no_chat and isinstance(record.get("prompt"), str) and loaded.text is not None:
-        ids = loaded.text.encode(record["prompt"])
-    else:
-        ids = prompt_ids(record, loaded.text, **template_args(args, loaded))
-    return Request(
-        ids,
-        record.get("max_new_tokens", args.max_new_tokens),
-        dataclasses.replace(sampling, **fields),
-        stops,
-    )
+    with naming(record):
+        extra = record.keys() - fields.keys() - {*PROMPT_KEYS, "max_new_tokens", "kind"}
+        if extra:
+            known = ", ".join((*PROMPT_KEYS, "max_new_tokens", *RANGES))
+            raise ValueError(f"expected keys of {known}, found {printable(sorted(extra))}")
+        budget = budget_of(record.get("max_new_tokens", args.max_new_tokens))
+        sampling = dataclasses.replace(sampling, **fields)
+        plain = args.no_chat and isinstance(record.get("prompt"), str)
+        ids = loaded.text.encode(record["prompt"]) if plain and loaded.text is not None else None
+    if ids is None:
+        ids = prompt_ids(record, loaded.text, **options)
+    with naming(record):
+        ids = token_ids_of("prompt", ids, loaded.target.vocab_size)
+        if not ids:
+            raise ValueError("prompt: expected at least one token, found none")
+    return Request(ids, budget, sampling, stops)
 
 
 def line_of(number: int, result: Generation, loaded: LoadedTarget) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from dflash_jax.doctor.suspects import Suspect, rope_words, suspects
 from dflash_jax.doctor.tensors import check_target, check_tensors
 from dflash_jax.doctor.trial import Comparison, Search, confidence, low
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.options import token_ids_of
 from dflash_jax.targets import dense
 from dflash_jax.targets.loading import LoadedTarget
 
@@ -79,7 +80,10 @@ class Doctor:
             raise NotImplementedError(
                 f"doctor: expected a dense target, found {type(loaded.target).__name__}"
             )
-        self._loaded, self._prompts, self._seed = loaded, prompts, seed
+        self._loaded, self._seed, self._prompts = loaded, seed, None
+        if prompts is not None:
+            size = loaded.target.vocab_size
+            self._prompts = [token_ids_of(f"prompt {i}", p, size) for i, p in enumerate(prompts)]
         self._work = work or effort(loaded.target)
         self._raw = statements.raw_config(Path(loaded.name))
 

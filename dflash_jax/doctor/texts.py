@@ -4,7 +4,6 @@ import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,7 +15,8 @@ from dflash_jax.corpus import (
     make_starts,
     sample_rows,
 )
-from dflash_jax.records import prompt_ids, read_records
+from dflash_jax.options import token_ids_of
+from dflash_jax.records import naming, prompt_ids, read_records
 from dflash_jax.targets.loading import LoadedTarget
 
 LONGEST = 256
@@ -26,12 +26,16 @@ OPENING = 40
 NO_TURNS = ChatFormat((), (0,), (0,))
 
 
-def read_prompts(path: str | Path, codec: Any) -> list[list[int]]:
+def read_prompts(path: str | Path, loaded: LoadedTarget) -> list[list[int]]:
     """The prompts of a `.jsonl` file (`prompt_ids`, `messages` or `prompt`), as token ids.
 
-    FileNotFoundError or ValueError naming the file where there are none.
+    FileNotFoundError or ValueError naming the file, and the line, where there are none.
     """
-    prompts = [prompt_ids(record, codec) for record in read_records(path)]
+    prompts = []
+    for record in read_records(path):
+        ids = prompt_ids(record, loaded.text)
+        with naming(record):
+            prompts.append(token_ids_of("prompt", ids, loaded.target.vocab_size))
     prompts = [ids[-LONGEST:] for ids in prompts if ids]
     if not prompts:
         raise ValueError(f"{path}: expected prompts, found none")
