@@ -9,13 +9,8 @@ out = generate(loaded.target, draft, loaded.text.encode("Hello"), max_new_tokens
 from dflash_jax.batch import Piece, Request, Slots, serve, stream
 from dflash_jax.checkpoint import load_draft, save_draft
 from dflash_jax.compare import Comparison, compare
-from dflash_jax.config import (
-    DFlashConfig,
-    DSparkHarvest,
-    dspark_strategy_census,
-    read_config,
-    resolve_harvest,
-)
+from dflash_jax.config import DFlashConfig, DSparkHarvest, resolve_harvest
+from dflash_jax.config_json import dspark_strategy_census, read_config
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
 from dflash_jax.cost import measure_costs
 from dflash_jax.draft import (

@@ -25,14 +25,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from dflash_jax import quant, sharding
-from dflash_jax.config import (
-    DFlashConfig,
-    DSparkConfig,
-    MarkovKind,
-    config_dict,
-    parse_config,
-    read_config,
-)
+from dflash_jax.config import DFlashConfig, DSparkConfig, MarkovKind
+from dflash_jax.config_json import config_dict, parse_config, read_config
 from dflash_jax.draft import DFlashDraft, abstract
 from dflash_jax.gguf_file import GGUFFile, write_gguf
 from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head

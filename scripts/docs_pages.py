@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "dflash_jax"
 ORDER = (
     "config",
+    "config_json",
     "checkpoint",
     "quant",
     "draft",

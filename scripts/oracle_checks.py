@@ -25,7 +25,7 @@ from oracle_backbone import (
 )
 
 from dflash_jax import SpecSession, load_draft, markov, sampling, selector
-from dflash_jax.config import read_config
+from dflash_jax.config_json import read_config
 from dflash_jax.conv import d2_conv_finish, d2_conv_prepare
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation

@@ -24,7 +24,8 @@ from dflash_jax import corpus as data
 from dflash_jax import trainer
 from dflash_jax.checkpoint import compute_dtype, load_draft
 from dflash_jax.cli import Parser, run_command
-from dflash_jax.config import ARCHITECTURES, DFlashConfig, config_dict, parse_config
+from dflash_jax.config import DFlashConfig
+from dflash_jax.config_json import ARCHITECTURES, config_dict, parse_config
 from dflash_jax.draft import init_draft
 from dflash_jax.losses import Recipe
 from dflash_jax.records import HELDOUT, kind_of, prompt_ids, read_records

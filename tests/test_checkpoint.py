@@ -15,7 +15,7 @@ from targets import F32, ORACLES, TINY, tiny_draft, tiny_target
 
 from dflash_jax import load_draft, quant, save_draft
 from dflash_jax.checkpoint import WEIGHTS, TensorFiles, named_leaves, tensor_table
-from dflash_jax.config import read_config
+from dflash_jax.config_json import read_config
 from dflash_jax.draft import DraftHead
 
 PLAIN = ORACLES / "stages" / "dflash_plain" / "checkpoint"

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dflash_jax.checkpoint import GGUF_CONFIG, INDEX, WEIGHTS, survey_draft
-from dflash_jax.config import read_config
+from dflash_jax.config_json import read_config
 from dflash_jax.gguf_file import write_gguf
 from dflash_jax.targets.loading import abstract_target
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from dflash_jax.config import RopeConfig, parse_rope
+from dflash_jax.config import RopeConfig
+from dflash_jax.config_json import parse_rope
 from dflash_jax.layers import apply_rope, linear, rms_norm, rope_frequencies, rope_tables, swiglu
 
 DIM = 16

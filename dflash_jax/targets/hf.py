@@ -19,7 +19,7 @@ from dflash_jax.checkpoint import (
     listing,
     read_floats,
 )
-from dflash_jax.config import LAYER_TYPES, parse_rope
+from dflash_jax.config_json import LAYER_TYPES, parse_rope
 from dflash_jax.keys import LARGEST, Keys, decode_json, read_json
 from dflash_jax.keys import table as nested_table
 from dflash_jax.leaves import load_tree
