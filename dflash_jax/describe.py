@@ -7,21 +7,14 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.checkpoint import (
-    TARGET_COPIES,
-    Survey,
-    compute_dtype,
-    draft_directory,
-    listing,
-    open_draft,
-    survey_draft,
-)
+from dflash_jax.checkpoint import TARGET_COPIES, Survey, draft_directory, open_draft, survey_draft
 from dflash_jax.config import DFlashConfig, RopeConfig, resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.head import D2T
 from dflash_jax.plan import PARTS, amount, census, count, part_of
 from dflash_jax.quant import SCALE
 from dflash_jax.tables import tensor_table
+from dflash_jax.tensor_files import compute_dtype, listing
 
 
 @dataclasses.dataclass(frozen=True)

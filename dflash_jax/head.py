@@ -113,7 +113,7 @@ def check_rows(config: DFlashConfig, rows: int, name: str = "head_rows") -> None
 def own_head_rows(files: Any, config: DFlashConfig, target: Any) -> int | None:
     """Rows of a checkpoint's own head; None where the target's head is used.
 
-    files: a `checkpoint.TensorSource`. ValueError for a head or a map that cannot be one.
+    files: a `tensor_files.TensorSource`. ValueError for a head or a map that cannot be one.
     """
     hidden = config.hidden_size
     head, d2t = (name in files.names() for name in (LM_HEAD, D2T))

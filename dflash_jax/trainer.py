@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax import corpus as data
-from dflash_jax.checkpoint import compute_dtype, save_draft
+from dflash_jax.checkpoint import save_draft
 from dflash_jax.config import resolve_harvest
 from dflash_jax.corpus import Corpus
 from dflash_jax.draft import DFlashDraft
@@ -25,6 +25,7 @@ from dflash_jax.losses import Recipe
 from dflash_jax.session import generate
 from dflash_jax.sharding import named_leaves
 from dflash_jax.targets import Target
+from dflash_jax.tensor_files import compute_dtype
 from dflash_jax.training import (
     Batch,
     Schedule,

@@ -24,7 +24,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dflash_jax.arrays import read_npz
 from dflash_jax.attention import attention_mask
-from dflash_jax.checkpoint import named_leaves
 from dflash_jax.config import (
     DFlash2Config,
     DFlashConfig,
@@ -39,6 +38,7 @@ from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rms_norm, rope_tables
 from dflash_jax.leaves import check_finite
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
+from dflash_jax.sharding import named_leaves
 from dflash_jax.targets import Target
 
 DATA = "data"

@@ -61,12 +61,13 @@ from bench_stages import DIFFERENCES, OF_TARGET, STAGES
 from bench_timing import Program, bandwidth, check, measure
 
 from dflash_jax import kernels, load_draft
-from dflash_jax.checkpoint import compute_dtype, draft_directory
+from dflash_jax.checkpoint import draft_directory
 from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import DFlashConfig
 from dflash_jax.records import HELDOUT, prompt_ids, read_records
 from dflash_jax.targets.dense import DecoderConfig
 from dflash_jax.targets.loading import LoadedTarget, load_target
+from dflash_jax.tensor_files import compute_dtype
 
 TORCH_ROUND = Path(__file__).with_name("torch_round.py")
 

@@ -29,10 +29,10 @@ from bench_stages import (
 
 import dflash_jax.round as rounds
 from dflash_jax import forward_round, kernels, loop, measure_costs
-from dflash_jax.checkpoint import named_leaves
 from dflash_jax.cost import table
 from dflash_jax.propose import draft_logits, propose
 from dflash_jax.round import RoundPlan
+from dflash_jax.sharding import named_leaves
 from dflash_jax.window import DSparkVtPolicy, Meter, default_widths
 
 BANDWIDTH_BYTES = {"cpu": 1 << 29}

@@ -22,6 +22,7 @@ PACKAGE = ROOT / "dflash_jax"
 ORDER = (
     "config",
     "config_json",
+    "tensor_files",
     "checkpoint",
     "quant",
     "draft",

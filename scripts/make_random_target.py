@@ -17,10 +17,10 @@ import numpy as np
 from bench_shapes import PRESETS
 from safetensors.numpy import save_file
 
-from dflash_jax.checkpoint import INDEX
 from dflash_jax.cli import Parser, run_command
 from dflash_jax.targets import hf
 from dflash_jax.targets.dense import DecoderConfig
+from dflash_jax.tensor_files import INDEX
 
 
 def parser() -> Parser:

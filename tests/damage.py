@@ -5,7 +5,7 @@ import json
 import random
 import warnings
 
-from dflash_jax.checkpoint import WEIGHTS
+from dflash_jax.tensor_files import WEIGHTS
 
 REFUSALS = (ValueError, FileNotFoundError, NotImplementedError)
 NESTED = 100_000

@@ -14,9 +14,11 @@ from safetensors.numpy import load_file, save_file
 from targets import F32, ORACLES, TINY, tiny_draft, tiny_target
 
 from dflash_jax import load_draft, quant, save_draft
-from dflash_jax.checkpoint import WEIGHTS, TensorFiles, named_leaves, tensor_table
 from dflash_jax.config_json import read_config
 from dflash_jax.draft import DraftHead
+from dflash_jax.sharding import named_leaves
+from dflash_jax.tables import tensor_table
+from dflash_jax.tensor_files import INDEX, WEIGHTS
 
 PLAIN = ORACLES / "stages" / "dflash_plain" / "checkpoint"
 BF16 = jnp.dtype(jnp.bfloat16)
@@ -116,79 +118,13 @@ def test_leaves_have_paths():
     assert {entry.leaf for entry in tensor_table(TINY).values()} == set(paths)
 
 
-# --- shards ------------------------------------------------------------------------------------
-
-
-def shard(directory, parts=3):
-    """Split the weights file into shards with an index."""
-    tensors = load_file(directory / WEIGHTS)
-    (directory / WEIGHTS).unlink()
-    weight_map = {}
-    for part in range(parts):
-        file = f"model-{part + 1:05}-of-{parts:05}.safetensors"
-        names = sorted(tensors)[part::parts]
-        save_file({n: tensors[n] for n in names}, directory / file)
-        weight_map |= dict.fromkeys(names, file)
-    index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    return index
-
-
-def test_a_sharded_checkpoint_loads_the_same(saved):
-    whole = load_draft(saved)
-    shard(saved)
-    assert_equal(load_draft(saved), whole)
-
-
-def test_a_missing_shard_is_named(saved):
-    shard(saved)
-    (saved / "model-00002-of-00003.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"missing .*model-00002-of-00003"):
-        load_draft(saved)
-
-
-def test_a_tensor_that_is_not_where_the_index_says_is_named(saved):
-    index = shard(saved)
-    table = json.loads(index.read_text())
-    other = next(f for f in table["weight_map"].values() if f != table["weight_map"]["fc.weight"])
-    table["weight_map"]["fc.weight"] = other
-    index.write_text(json.dumps(table))
-    with pytest.raises(ValueError, match=rf"puts fc\.weight in {other}, not found there"):
-        load_draft(saved)
-
-
-@pytest.mark.parametrize(
-    "table", [{}, None, [], "x", {"fc.weight": 1}, {"fc.weight": None}, {"fc.weight": [WEIGHTS]}]
-)
-def test_a_broken_index_is_named(saved, table):
-    index = shard(saved)
-    index.write_text(json.dumps({} if table == {} else {"weight_map": table}))
-    with pytest.raises(ValueError, match=r"index\.json: expected JSON with a weight_map"):
-        load_draft(saved)
-
-
-@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize("content", [b"", b"{", b"\xff\xfe", b"[" * 100_000])
-def test_a_file_that_is_not_json_is_named(saved, file, content):
-    shard(saved)
-    (saved / file).write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{file}: not JSON \(") as caught:
-        load_draft(saved)
-    assert "\n" not in str(caught.value)
-
-
 def test_nothing_is_saved_beside_the_index_of_another_checkpoint(saved):
-    index = shard(saved)
+    index = saved / INDEX
+    index.write_text("{}")
     before = {file.name: file.read_bytes() for file in saved.iterdir()}
     with pytest.raises(ValueError, match=rf"expected no {index.name} .*, found one"):
         save_draft(tiny_draft(), saved)
     assert {file.name: file.read_bytes() for file in saved.iterdir()} == before
-
-
-@pytest.mark.parametrize("dtype", ["int8", "float8", bool, 5])
-def test_weights_are_computed_with_as_floats(saved, dtype):
-    with pytest.raises(ValueError, match=f"dtype: expected a floating-point type, found {dtype!r}"):
-        load_draft(saved, dtype=dtype)
 
 
 # --- int8 storage ------------------------------------------------------------------------------
@@ -367,24 +303,11 @@ def test_a_missing_directory_is_named(tmp_path):
         load_draft(tmp_path / "nowhere")
 
 
-def test_a_file_that_is_not_safetensors_is_named(saved):
-    (saved / WEIGHTS).write_bytes(b"not a header")
-    with pytest.raises(ValueError, match=r"model\.safetensors: not safetensors"):
-        load_draft(saved)
-
-
 def test_errors_are_one_line(saved):
     edit(saved, **{name: None for name in load_file(saved / WEIGHTS)})
     with pytest.raises(ValueError, match=r"missing tensors .* and 17 more") as error:
         load_draft(saved)
     assert "\n" not in str(error.value)
-
-
-def test_headers_are_read_without_the_data(saved):
-    files = TensorFiles(saved)
-    assert files.shape("fc.weight") == (32, 64)
-    assert files.dtype("fc.weight") == "F32"
-    assert files.names() == set(tensor_table(TINY))
 
 
 # --- with a target -----------------------------------------------------------------------------

@@ -14,11 +14,11 @@ from families import FAMILIES, ORACLES, trained
 from safetensors.numpy import load_file
 
 from dflash_jax import Request, SpecSession, generate, load_draft
-from dflash_jax.checkpoint import named_leaves
 from dflash_jax.cli import main, make_parser
 from dflash_jax.cli.decoding import session_options
 from dflash_jax.cli.prompts import request_of, template_args
 from dflash_jax.sampling import SamplingParams
+from dflash_jax.sharding import named_leaves
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import TextCodec
 from dflash_jax.window import DSparkVtPolicy, measured_window

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from dflash_jax import ctx_features, forward_block, load_draft, load_target
 from dflash_jax import doctor as clinic
-from dflash_jax.checkpoint import ASSETS, TensorFiles, save_draft
+from dflash_jax.checkpoint import ASSETS, save_draft
 from dflash_jax.cli import main
 from dflash_jax.config import resolve_harvest
 from dflash_jax.doctor import Doctor, Effort
@@ -20,6 +20,7 @@ from dflash_jax.doctor.report import merged
 from dflash_jax.doctor.suspects import Tensors, orders, other_taps, suspects
 from dflash_jax.doctor.tensors import check_tensors
 from dflash_jax.doctor.trial import Confidence, sign_test, standard_errors
+from dflash_jax.tensor_files import TensorFiles
 
 TINY = ORACLES / "tiny"
 WORK = Effort(screen=16, confirm=64, anchors=8, new=48, slots=7)

@@ -15,12 +15,13 @@ from safetensors.numpy import load_file, save_file
 from targets import F32, TINY, tiny_target
 
 from dflash_jax import load_draft, read_config, save_draft
-from dflash_jax.checkpoint import named_leaves, tensor_table
 from dflash_jax.config import DFlash2Config, DSparkConfig
 from dflash_jax.config_json import parse_config
 from dflash_jax.draft import abstract, ctx_features, forward_block
 from dflash_jax.propose import draft_logits, propose
 from dflash_jax.sampling import Filters
+from dflash_jax.sharding import named_leaves
+from dflash_jax.tables import tensor_table
 
 CHECKPOINTS = {
     "dflash": ORACLES / "tiny" / "dflash",

@@ -18,10 +18,11 @@ from damage import REFUSALS, encoded, mutate, one_line_or_loads
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dflash_jax.checkpoint import GGUF_CONFIG, INDEX, WEIGHTS, survey_draft
+from dflash_jax.checkpoint import GGUF_CONFIG, survey_draft
 from dflash_jax.config_json import read_config
 from dflash_jax.gguf_file import write_gguf
 from dflash_jax.targets.loading import abstract_target
+from dflash_jax.tensor_files import INDEX, WEIGHTS
 
 TINY = Path(__file__).parent / "oracles" / "tiny"
 DRAFTERS = ("dflash", "dspark", "dflash2")

@@ -11,12 +11,12 @@ from safetensors.numpy import load_file, save_file
 from target_files import HF_TARGETS, copy_target, write_gguf
 
 from dflash_jax import generate, load_draft, load_target, save_draft
-from dflash_jax.checkpoint import TensorFiles
 from dflash_jax.cli import main
 from dflash_jax.doctor.tensors import check_target, check_tensors
 from dflash_jax.gguf_file import GGUFFile
 from dflash_jax.leaves import check_finite
 from dflash_jax.targets.gguf import load_gguf
+from dflash_jax.tensor_files import TensorFiles
 
 TINY = ORACLES / "tiny"
 PROMPT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 from target_files import HF_TARGETS, copy_target, interleaved_rows, relative_error, run, write_gguf
 
 from dflash_jax import extras
-from dflash_jax.checkpoint import named_leaves
 from dflash_jax.config import RopeConfig
+from dflash_jax.sharding import named_leaves
 from dflash_jax.targets import gguf as gguf_target
 from dflash_jax.targets.gguf import GGUFFile, half_split_rows, load_gguf
 from dflash_jax.targets.hf import load_hf

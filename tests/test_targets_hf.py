@@ -18,7 +18,7 @@ from target_files import (
     write_tokenizer,
 )
 
-from dflash_jax.checkpoint import named_leaves
+from dflash_jax.sharding import named_leaves
 from dflash_jax.targets import hf
 from dflash_jax.targets.dense import DenseLayer, DenseTarget
 from dflash_jax.targets.hf import load_hf

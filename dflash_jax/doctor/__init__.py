@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from dflash_jax.checkpoint import TensorFiles, draft_directory
+from dflash_jax.checkpoint import draft_directory
 from dflash_jax.config import resolve_harvest
 from dflash_jax.doctor import config as statements
 from dflash_jax.doctor import texts
@@ -31,6 +31,7 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import token_ids_of
 from dflash_jax.targets import dense
 from dflash_jax.targets.loading import LoadedTarget
+from dflash_jax.tensor_files import TensorFiles
 
 __all__ = ["Doctor", "Finding", "Report", "SelfTest", "examine"]
 

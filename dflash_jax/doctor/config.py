@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint import TensorFiles, load_draft
+from dflash_jax.checkpoint import load_draft
 from dflash_jax.config import DFlashConfig
 from dflash_jax.doctor.report import Finding
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.keys import Keys, read_json, table
 from dflash_jax.targets.loading import LoadedTarget
+from dflash_jax.tensor_files import TensorFiles
 
 LARGEST_EPS = 1e-4
 """RMSNorm's epsilon in published models is 1e-5 or 1e-6."""

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 import numpy as np
 
-from dflash_jax.checkpoint import tensor_table
 from dflash_jax.config import DFlashConfig, DSparkHarvest, RopeConfig
 from dflash_jax.doctor.probe import CANDIDATES, Setting
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.tables import tensor_table
 from dflash_jax.targets import dense
 
 THETAS = (1e4, 1e5, 5e5, 1e6, 1e7)

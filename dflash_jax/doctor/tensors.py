@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import quant
-from dflash_jax.checkpoint import TensorFiles, listing, read_tensor
 from dflash_jax.doctor.report import Finding
 from dflash_jax.sharding import named_leaves
+from dflash_jax.tensor_files import TensorFiles, listing, read_tensor
 
 F16_MAX, BF16_MAX = 65504.0, 3.3895313892515355e38
 SIBLING_RATIO = 8.0

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax.checkpoint import check_shapes, compute_dtype, listing, read_floats
 from dflash_jax.config import RopeConfig
 from dflash_jax.gguf_file import GGUFFile
 from dflash_jax.keys import Keys, token_id
@@ -15,6 +14,7 @@ from dflash_jax.layers import rope_frequencies
 from dflash_jax.leaves import load_tree
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 from dflash_jax.targets.hf import layer_count, table
+from dflash_jax.tensor_files import check_shapes, compute_dtype, listing, read_floats
 
 ARCHITECTURES = ("llama", "qwen3")
 

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from dflash_jax.checkpoint import TensorFiles, compute_dtype
 from dflash_jax.extras import require
 from dflash_jax.targets.dense import DenseTarget, abstract
 from dflash_jax.targets.gguf import GGUFFile, load_gguf, open_gguf
 from dflash_jax.targets.hf import load_hf, open_hf
 from dflash_jax.targets.torch import load_torch
+from dflash_jax.tensor_files import TensorFiles, compute_dtype
 from dflash_jax.text import TextCodec, codec_from_directory, codec_from_gguf
 
 DEFAULT_TARGET = "smollm2"

@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from dflash_jax.checkpoint import compute_dtype
 from dflash_jax.config import DFlashConfig, check_against_target
 from dflash_jax.extras import require
 from dflash_jax.layers import linear
 from dflash_jax.targets import HostedOutput, check_taps
+from dflash_jax.tensor_files import compute_dtype
 
 ENDLESS = 2**30
 """`max_positions` of a model whose config names none."""
