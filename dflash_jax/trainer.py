@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from dflash_jax import corpus as data
+from dflash_jax.blocks import Batch
 from dflash_jax.checkpoint import save_draft
 from dflash_jax.config import resolve_harvest
 from dflash_jax.corpus import Corpus
@@ -27,7 +28,6 @@ from dflash_jax.sharding import named_leaves
 from dflash_jax.targets import Target
 from dflash_jax.tensor_files import compute_dtype
 from dflash_jax.training import (
-    Batch,
     Schedule,
     TrainState,
     add_metrics,

@@ -14,6 +14,7 @@ from damage import encoded, mutate, one_line_or_loads
 from families import ORACLES, tiny_trained_target
 
 from dflash_jax.arrays import read_npy, read_npz
+from dflash_jax.blocks import Batch
 from dflash_jax.cli import main
 from dflash_jax.cli.prompts import request_of
 from dflash_jax.corpus import Corpus, corpus_from_records
@@ -23,7 +24,7 @@ from dflash_jax.ranks import corpus_ranks
 from dflash_jax.records import kind_of, prompt_ids, read_records
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets.loading import LoadedTarget
-from dflash_jax.training import Batch, restore_state, save_state
+from dflash_jax.training import restore_state, save_state
 
 SEVERAL = 40
 """Cases a seed: 5 seeds of each kind by default, 100 in the slow tests."""

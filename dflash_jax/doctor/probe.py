@@ -15,13 +15,13 @@ import numpy as np
 from flax import struct
 
 from dflash_jax import selector
+from dflash_jax.blocks import block_positions, run_blocks
 from dflash_jax.config import DFlashConfig, DSparkHarvest, RopeConfig
 from dflash_jax.draft import DFlashDraft, ctx_features
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import along_last, linear, rope_frequencies
 from dflash_jax.markov import confidence_raws, teacher_logits
 from dflash_jax.targets import dense
-from dflash_jax.training import block_positions, run_blocks
 
 WORST = -6.0
 """Least log-probability counted: one hopeless token shall not outweigh all others."""
