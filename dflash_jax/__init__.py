@@ -25,6 +25,7 @@ from dflash_jax.draft import (
 from dflash_jax.kv import DraftKV
 from dflash_jax.markov import ConfidenceHead, MarkovHead
 from dflash_jax.propose import dflash2_propose_greedy, dflash2_propose_sampled
+from dflash_jax.results import Generation
 from dflash_jax.sampling import SamplingParams, rejection_accept_len
 from dflash_jax.selector import (
     DFlash2Head,
@@ -32,7 +33,7 @@ from dflash_jax.selector import (
     dflash2_walk_greedy_q,
     dflash2_walk_sampled,
 )
-from dflash_jax.session import Generation, SessionOptions, SpecSession, generate
+from dflash_jax.session import SessionOptions, SpecSession, generate
 from dflash_jax.sharding import make_mesh
 from dflash_jax.streaming import Stream, generate_stream
 from dflash_jax.targets import HostedTarget, Target

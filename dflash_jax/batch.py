@@ -28,9 +28,10 @@ from dflash_jax.options import (
     stop_table,
     token_ids_of,
 )
+from dflash_jax.results import Generation, books, check_faults, generation_of
 from dflash_jax.round import DecodeState
 from dflash_jax.sampling import Kind, SamplingParams, kinds_of
-from dflash_jax.session import GREEDY, Generation, books, check_faults, generation_of
+from dflash_jax.session import GREEDY
 from dflash_jax.targets import Target
 from dflash_jax.window import Meter
 

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 
 from dflash_jax import hosted, loop
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.results import Generation
 from dflash_jax.sampling import SamplingParams
-from dflash_jax.session import Generation, generate
+from dflash_jax.session import generate
 from dflash_jax.targets import AnyTarget
 
 

@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar, Unpack, overload
 
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import rounds_of
-from dflash_jax.session import Generation, SessionOptions, SpecSession
+from dflash_jax.results import Generation
+from dflash_jax.session import SessionOptions, SpecSession
 from dflash_jax.targets import AnyTarget
 from dflash_jax.text import StreamDecoder, TextCodec
 

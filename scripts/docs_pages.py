@@ -40,6 +40,7 @@ ORDER = (
     "loop",
     "hosted",
     "options",
+    "results",
     "session",
     "streaming",
     "compare",

@@ -15,9 +15,10 @@ from typing import Any
 from dflash_jax.benchmark.report import Answer, Setting, Trial
 from dflash_jax.compare import first_difference, plain_options
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.results import Generation
 from dflash_jax.round import RoundPlan
 from dflash_jax.sampling import SamplingParams
-from dflash_jax.session import Generation, SpecSession
+from dflash_jax.session import SpecSession
 from dflash_jax.targets import AnyTarget
 
 

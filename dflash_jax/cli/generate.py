@@ -21,7 +21,8 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.plan import MemoryPlan, amount
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
-from dflash_jax.session import Generation, SpecSession
+from dflash_jax.results import Generation
+from dflash_jax.session import SpecSession
 from dflash_jax.targets import HostedTarget
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.text import StreamDecoder

@@ -11,8 +11,8 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.keys import printable
 from dflash_jax.options import budget_of, token_ids_of
 from dflash_jax.records import naming, prompt_ids, read_records
+from dflash_jax.results import Generation
 from dflash_jax.sampling import RANGES, SamplingParams
-from dflash_jax.session import Generation
 from dflash_jax.targets.loading import LoadedTarget
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_ids")
