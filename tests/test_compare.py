@@ -97,3 +97,17 @@ def test_bf16_is_lossless_against_the_padded_program():
         result = compare(*half, prompt, 96)
         assert result.lossless
         assert result.speculative.rounds < result.padded.rounds == 95
+        assert regret(half[0], prompt, result.speculative.token_ids) <= 2
+
+
+def regret(target, prompt, tokens):
+    """Case 115: the target's best logit less the emitted token's, the largest in bf16 steps.
+
+    Another program, of all rows at once, may prefer another token, but hardly.
+    """
+    ids = jnp.asarray([[*prompt, *tokens]])
+    state = target.init_state(1, ids.shape[1])
+    rows = jax.jit(lambda t, s, i: t.logits(t.forward(s, i, ())[0].hidden[0]))(target, state, ids)
+    rows = np.asarray(rows, np.float64)[len(prompt) - 1 : -1]
+    best, chosen = rows.max(axis=1), rows[np.arange(len(tokens)), tokens]
+    return float(((best - chosen) / 2.0 ** (np.floor(np.log2(np.abs(best))) - 7)).max())

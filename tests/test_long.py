@@ -6,9 +6,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from targets import F32, TINY, TINY_TARGET, tiny_draft, tiny_target
+from targets import (
+    F32,
+    TINY,
+    TINY_TARGET,
+    mistaken_draft,
+    table_target,
+    tiny_draft,
+    tiny_target,
+)
 
-from dflash_jax import SpecSession, attention, forward_block, forward_round, ingest_ctx, loop
+from dflash_jax import (
+    SpecSession,
+    attention,
+    forward_block,
+    forward_round,
+    generate,
+    ingest_ctx,
+    loop,
+)
 from dflash_jax import kv as cache
 from dflash_jax.attention import ABSENT, BlockPlace, block_attention, key_tile, tiled_attention
 from dflash_jax.config import RopeConfig
@@ -140,6 +156,18 @@ def test_a_session_takes_its_chunk_and_tells_of_each():
     assert taken == [32, 32, 6]
     with pytest.raises(ValueError, match=r"chunk: expected 16\.\.\d+, found 8"):
         SpecSession(target, None, chunk=8)
+
+
+def test_drafting_goes_on_past_the_step_of_capacities():
+    """Case 111: half as long again as 4096 rows, the text stays and so does the acceptance."""
+    cycle = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0, 0]
+    target = table_target(cycle, max_positions=8192)
+    draft = mistaken_draft(target, [3, 8])
+    short, long = (generate(target, draft, [1], n) for n in (60, 6144))
+    assert long.token_ids == [(2 + i) % 11 for i in range(6144)]
+    ratio = long.mean_acceptance_length / short.mean_acceptance_length
+    assert 0.9 < ratio < 1.1
+    assert 1.5 < long.mean_acceptance_length < 3.5
 
 
 @pytest.mark.parametrize(

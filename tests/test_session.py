@@ -632,6 +632,17 @@ def test_non_finite_draft_logits_name_slot_and_sequence():
         session.burst()
 
 
+def test_features_that_overflow_f16_are_an_error_and_not_a_draft():
+    """Case 84: of NaN a top-k would make ids 0, 1, ..., none of them ever accepted."""
+    target = tiny_target()
+    draft = jax.tree.map(lambda leaf: leaf.astype(jnp.float16), tiny_draft())
+    plain = generate(target, None, [1, 2, 3], 6).token_ids
+    assert generate(target, draft, [1, 2, 3], 6).token_ids == plain
+    louder = draft.replace(fc=draft.fc * jnp.float16(6e4))
+    with pytest.raises(ValueError, match=r"^non-finite draft logits: sequence 0, draft slot 1$"):
+        generate(target, louder, [1, 2, 3], 6)
+
+
 @pytest.mark.parametrize(
     ("side", "row", "message"),
     [
