@@ -100,7 +100,7 @@ def names(report):
 def file_findings(directory, loaded):
     """(where, name, text) of all that is found without drafting."""
     draft, found = statements.load_and_listen(directory, loaded, "float32")
-    found = merged(found, check_tensors(TensorFiles(directory)))
+    found = merged(found, check_tensors(statements.open_tensors(directory)))
     if draft is not None:
         raw, target_raw = statements.raw_config(directory), statements.raw_config(TINY / "target")
         found += statements.check_config(raw, draft.config, loaded, target_raw)
@@ -230,6 +230,19 @@ def test_a_bad_row_scale_is_named(tmp_path, bad):
     found = check_tensors(TensorFiles(tmp_path))
     assert found
     assert all(finding.name.startswith(DOWN) for finding in found)
+
+
+@pytest.mark.parametrize("precision", ["float", "q4_0"])
+def test_a_drafter_of_one_file_is_looked_at_as_a_directory_is(tmp_path, loaded, precision):
+    file = tmp_path / "tiny.gguf"
+    save_draft(load_draft(TINY / "dflash", dtype="float32", precision=precision), file)
+    found = file_findings(file, loaded)
+    assert found == []
+    start, _ = statements.open_tensors(file)._extent(OUT)
+    with file.open("r+b") as data:
+        data.seek(start)
+        data.write(b"\xff" * 4)  # a NaN in f32, and as the scale of a block
+    assert ("tensors", OUT) in {finding[:2] for finding in file_findings(file, loaded)}
 
 
 def test_a_dspark_config_that_forgot_its_family_is_named(plant, loaded):

@@ -31,8 +31,8 @@ def add(commands: Any) -> None:
     doctor.add_argument(
         "--draft",
         required=True,
-        metavar="NAME|DIR",
-        help=f"the drafter: a directory, or a shipped one ({', '.join(shipped_drafts())})",
+        metavar="NAME|DIR|FILE.gguf",
+        help=f"the drafter: a directory, a file, or a shipped one ({', '.join(shipped_drafts())})",
     )
     doctor.add_argument(
         "--prompts",

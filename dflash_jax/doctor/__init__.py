@@ -31,7 +31,6 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import token_ids_of
 from dflash_jax.targets import dense
 from dflash_jax.targets.loading import LoadedTarget
-from dflash_jax.tensor_files import TensorFiles
 
 __all__ = ["Doctor", "Finding", "Report", "SelfTest", "examine"]
 
@@ -108,7 +107,7 @@ class Doctor:
         model, findings = statements.load_and_listen(directory, loaded, dtype)
         report = Report(str(draft), loaded.name, None, findings, seed=self._seed)
         try:
-            report.findings = merged(findings, check_tensors(TensorFiles(directory)))
+            report.findings = merged(findings, check_tensors(statements.open_tensors(directory)))
         except (OSError, ValueError) as error:
             if model is not None or not findings:
                 report.findings.append(Finding("tensors", "checkpoint", str(error)))

@@ -1,6 +1,5 @@
 """What a drafter's config says, against itself, its tensors and the target."""
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -8,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from dflash_jax.checkpoint import load_draft
+from dflash_jax.checkpoint import GGUF_CONFIG, load_draft
 from dflash_jax.config import DFlashConfig
 from dflash_jax.doctor.report import Finding
 from dflash_jax.draft import DFlashDraft
-from dflash_jax.keys import Keys, read_json, table
+from dflash_jax.gguf_file import GGUFFile
+from dflash_jax.keys import Keys, decode_json, read_json, table
 from dflash_jax.targets.loading import LoadedTarget
-from dflash_jax.tensor_files import TensorFiles
+from dflash_jax.tensor_files import TensorFiles, TensorSource
 
 LARGEST_EPS = 1e-4
 """RMSNorm's epsilon in published models is 1e-5 or 1e-6."""
@@ -159,18 +159,16 @@ def _names_a_mask(name: str) -> bool:
     return "mask" in name.lower() and name[:1] + name[-1:] in ("<>", "[]")
 
 
-def check_families(files: TensorFiles, config: DFlashConfig) -> Iterator[Finding]:
-    """Layers in the file that the config does not count."""
-    numbers = {int(m[1]) for n in files.names() if (m := re.match(r"layers\.(\d+)\.", n))}
-    layers = max(numbers, default=-1) + 1
-    if layers != config.num_hidden_layers:
-        text = f"{config.num_hidden_layers}, the tensors are of {layers} layers"
-        yield Finding("config", "num_hidden_layers", text)
+def open_tensors(path: Path) -> TensorSource:
+    """A checkpoint's tensors: a directory's, or those of one GGUF file."""
+    return GGUFFile(path) if path.suffix == ".gguf" else TensorFiles(path)
 
 
-def raw_config(directory: Path) -> Mapping[str, Any]:
-    """A directory's config.json, {} where there is none to read."""
+def raw_config(path: Path) -> Mapping[str, Any]:
+    """A directory's config.json, or a GGUF drafter's; {} where there is none to read."""
     try:
-        return read_json(directory / "config.json")
-    except (OSError, ValueError):
+        if path.suffix == ".gguf":
+            return decode_json(GGUFFile(path).metadata[GGUF_CONFIG])
+        return read_json(path / "config.json")
+    except (OSError, ValueError, KeyError, TypeError):
         return {}

@@ -12,7 +12,7 @@ import numpy as np
 from dflash_jax import quant
 from dflash_jax.doctor.report import Finding
 from dflash_jax.sharding import named_leaves
-from dflash_jax.tensor_files import TensorFiles, listing, read_tensor
+from dflash_jax.tensor_files import TensorSource, listing, read_tensor
 
 F16_MAX, BF16_MAX = 65504.0, 3.3895313892515355e38
 SIBLING_RATIO = 8.0
@@ -63,7 +63,7 @@ class Stat:
         return any(part in self.name for part in TABLES)
 
 
-def check_tensors(files: TensorFiles) -> list[Finding]:
+def check_tensors(files: TensorSource) -> list[Finding]:
     """Every fault that the stored numbers show by themselves."""
     findings, stats, names = [], [], files.names()
     scales = {n + quant.SCALE for n in names} & names
@@ -113,7 +113,7 @@ def _largest(leaf: jax.Array) -> jax.Array:
     return jnp.abs(leaf).max()
 
 
-def _reason(error: Exception, files: TensorFiles) -> str:
+def _reason(error: Exception, files: TensorSource) -> str:
     return str(error).removeprefix(f"{files.directory}: ")
 
 
@@ -127,7 +127,7 @@ def check_range(stat: Stat, kind: str) -> Iterator[Finding]:
         yield Finding("tensors", stat.name, f"values up to {stat.largest:.3g}, beyond bf16's range")
 
 
-def check_scales(files: TensorFiles, name: str) -> Iterator[Finding]:
+def check_scales(files: TensorSource, name: str) -> Iterator[Finding]:
     """Row scales of an int8 matrix: positive, finite, none far above the rest."""
     scale = files.read(name + quant.SCALE).astype(np.float64).reshape(-1)
     used = np.abs(files.read(name)).reshape(scale.size, -1).max(axis=1) > 0
