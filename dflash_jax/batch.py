@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from dflash_jax import cost, hosted, loop
+from dflash_jax import cost, hosted, loop, sharding
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import (
     STOPS,
@@ -137,7 +138,8 @@ class Slots:
         row_draws, logprobs, implementation), as in `session.SpecSession`.
 
     A prompt is read alone, chunk by chunk, into caches of one sequence; these then take the place
-    of the slot's, in the donated state: no other sequence is touched or copied.
+    of the slot's, in the donated state: no other sequence is touched or copied. Over a mesh every
+    group of its data axis reads it, and one keeps it.
     """
 
     def __init__(
@@ -158,16 +160,18 @@ class Slots:
         self.plan = round_plan(target, draft, capacity=capacity, sampled=sampled, **options)
         self.target, self.draft = target, draft
         self.slots, self._stops = between("slots", slots, 1, 1 << 16), stops
-        self._meter = None
-        if self.plan.policy.kind == "cost":
+        sharding.check_batch(self.mesh, self.slots, "slots")
+        self.costs = options.get("costs")
+        if self.plan.policy.kind == "cost" and self.costs is None:
             assert draft is not None
-            given = options.get("costs")
-            self.costs = given or cost.measure_costs(
-                target, draft, self.plan, self.slots, capacity // 2, self.kinds
-            )
-            self._meter = cost.table(self.costs, 1)
+            self.costs = cost.measure_costs(target, draft, self.plan, self.slots, kinds=self.kinds)
         self._state: tuple[DecodeState, jax.Array] | None = None
         self._held: list[_Held | None] = [None] * self.slots
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """What both models are split over; None on one device."""
+        return getattr(self.target, "mesh", None)
 
     @property
     def free(self) -> list[int]:
@@ -206,28 +210,30 @@ class Slots:
         if not self.free:
             raise ValueError(f"slots: expected a free one, found all {self.slots} taken")
         slot, plan, began = self.free[0], self.plan, time.perf_counter()
-        caches = loop.empty_caches(self.target, self.draft, 1, plan.capacity)
+        copies = sharding.groups(self.mesh)
+        caches = loop.empty_caches(self.target, self.draft, copies, plan.capacity)
+        rows, none = [ids] * copies, [0] * copies
         caches = loop.prefill(
-            self.target, self.draft, caches, [ids], [0], plan.capacity, plan.implementation
+            self.target, self.draft, caches, rows, none, plan.capacity, plan.implementation
         )
-        table = stop_table([stops], self._stops)
+        table = stop_table([stops] * copies, self._stops)
         sampler, history = loop.sampling_state(
-            self.target, plan, [request.sampling], [ids], self.kinds
+            self.target, plan, [request.sampling] * copies, rows, self.kinds
         )
         row = loop.start(
             self.target,
             *caches,
-            jnp.asarray([budget_of(request.max_new_tokens)], jnp.int32),
-            jnp.asarray([plan.verify_width], jnp.int32),
+            jnp.full((copies,), budget_of(request.max_new_tokens), jnp.int32),
+            jnp.full((copies,), plan.verify_width, jnp.int32),
             table,
             sampler,
             history,
             plan,
-            None if self._meter is None else Meter.of(self._meter),
+            None if self.costs is None else Meter.of(self.costs, copies),
         )
         if self._state is None:
-            self._state = loop.side_by_side((row, table), self.slots)
-        self._state = loop.join(self._state, (row, table), jnp.int32(slot))
+            self._state = loop.side_by_side((row, table), self.slots, self.mesh)
+        self._state = loop.join(self._state, (row, table), jnp.int32(slot), self.mesh)
         jax.block_until_ready(self._state)
         taken = time.perf_counter() - began
         self._held[slot] = _Held(number, len(ids), stops, prefill_seconds=taken)
@@ -241,7 +247,8 @@ class Slots:
         state, stops = self._state
         done = np.array(state.done)
         done[slot] = True
-        self._state, self._held[slot] = (state.replace(done=jnp.asarray(done)), stops), None
+        done = jax.device_put(done, state.done.sharding)
+        self._state, self._held[slot] = (state.replace(done=done), stops), None
 
     def burst(self, rounds: int | None = None) -> None:
         """At most `rounds` rounds, fewer where a request finishes sooner (None: until then)."""

@@ -1,16 +1,21 @@
 """What rounds cost here: the calibration that the window policy `cost` goes by.
 
-costs = measure_costs(target, draft, plan, batch=8, context=512)     # {width: seconds}
+costs = measure_costs(target, draft, plan, batch=8)     # {context: {width: seconds}}
 SpecSession(target, draft, policy=DSparkVtPolicy("cost"), costs=costs)
+
+They are measured before anything is decoded and stay what they are. What a session measured of its
+own rounds would depend on the machine's moods, and with it the draws of a request that samples.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
 
-from dflash_jax import loop
+from dflash_jax import loop, sharding
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import ALL_ROUNDS, stop_table
 from dflash_jax.round import DecodeState, RoundPlan
@@ -20,12 +25,8 @@ from dflash_jax.window import Meter
 
 ROUNDS, REPEATS = 4, 3
 """Rounds of a long run beyond a short one's, and how many pairs of runs are timed."""
-
-
-def table(costs: Mapping[int, float], batch: int) -> jax.Array:
-    """`Meter.seconds [batch, widths]` of {width: seconds}."""
-    row = [float(costs[width]) for width in sorted(costs)]
-    return jnp.tile(jnp.asarray(row, jnp.float32), (batch, 1))
+NEEDED = 2 + REPEATS * (2 + ROUNDS)
+"""Rows that a sequence gains while a width is timed, the first token's included."""
 
 
 def measure_costs(
@@ -33,77 +34,88 @@ def measure_costs(
     draft: DFlashDraft,
     plan: RoundPlan,
     batch: int,
-    context: int,
+    contexts: Iterable[int] | None = None,
     kinds: Iterable[Kind] = (),
+    *,
     decode: Callable[..., DecodeState] = loop.decode,
-) -> dict[int, float]:
-    """Seconds of a round of `batch` sequences at each of the plan's widths, draft and all.
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[int, dict[int, float]]:
+    """Seconds of a round of `batch` sequences, draft and all: {context: {width: seconds}}.
 
-    The compiled loop itself is timed, over made-up prompts of `context` tokens (fewer where the
-    capacity is too small): a round of one width is what it chooses where all others cost the earth.
-    Nothing is accepted, so that a round is a row. A long run less a short one leaves the launch
-    out; the best of several counts.
+    The compiled loop itself is timed, over made-up prompts of `context` tokens, at each of the
+    plan's widths: a round of one width is what it chooses where all others cost the earth. Nothing
+    is accepted, so that a round is a row. A long run less a short one leaves the launch out; the
+    best of several counts. Of several processes all get what the first one measured.
 
-    kinds: of sampling that the program is made for, see `sampling.make_sampler`. decode: the loop
-    to time, of `loop.decode`'s arguments.
+    contexts: to measure at, cut where the capacity is too small; default an eighth of the capacity
+      and all of it. Between them `window.Meter` draws lines.
+    kinds: of sampling that the program is made for, see `sampling.make_sampler`.
+    decode: the loop to time, of `loop.decode`'s arguments; clock: tells seconds.
     ValueError where the capacity is too small to measure on.
     """
-    stops = stop_table([()] * batch)
-    kinds, needed = tuple(kinds), 2 + REPEATS * (2 + ROUNDS)
-    if plan.capacity < needed:
+    if plan.capacity < NEEDED:
         raise ValueError(
-            f"capacity: expected at least {needed} rows to measure costs on, found {plan.capacity}"
+            f"capacity: expected at least {NEEDED} rows to measure costs on, found {plan.capacity}"
         )
-    context = min(context, plan.capacity - needed + 1)
+    asked = (plan.capacity // 8, plan.capacity) if contexts is None else contexts
+    most, stops = plan.capacity - NEEDED + 1, stop_table([()] * batch)
 
     def run(state: DecodeState, rounds: int) -> tuple[DecodeState, float]:
-        began = time.perf_counter()
+        began = clock()
         state = decode(target, draft, state, stops, jnp.int32(rounds), plan)
         jax.block_until_ready(state)
-        return state, time.perf_counter() - began
+        return state, clock() - began
 
-    costs = {}
-    for index, width in enumerate(plan.widths):
-        state = _made_up(target, draft, plan, batch, context, kinds)
-        only = jnp.full((batch, len(plan.widths)), jnp.inf).at[:, index].set(1)
-        state, _ = run(state.replace(meter=Meter.of(only)), 1)
+    def seconds(row: loop.Sequences, width: int) -> float:
+        state = loop.side_by_side(row, batch, draft.mesh)[0]
+        only = Meter.of({w: 1.0 if w == width else float("inf") for w in plan.widths}, batch)
+        state = state.replace(done=jnp.zeros((batch,), bool), meter=only)
+        state, _ = run(state, 1)
         times = []
         for _ in range(REPEATS):
             state, short = run(state, 1)
             state, long = run(state, 1 + ROUNDS)
             times.append((short, long))
-        del state
         short, long = (min(column) for column in zip(*times, strict=True))
         # A clock that stands still, or a busy machine, must not make a round free.
-        costs[width] = max((long - short) / ROUNDS, long / (1 + ROUNDS) / 10, 1e-9)
-    return costs
+        return max((long - short) / ROUNDS, long / (1 + ROUNDS) / 10, 1e-9)
+
+    costs = {}
+    for context in sorted({max(1, min(context, most)) for context in asked}):
+        row = _made_up(target, draft, plan, context, tuple(kinds))
+        costs[context] = {width: seconds(row, width) for width in plan.widths}
+    return _agreed(costs)
 
 
 def _made_up(
-    target: Target,
-    draft: DFlashDraft,
-    plan: RoundPlan,
-    batch: int,
-    context: int,
-    kinds: Iterable[Kind],
-) -> DecodeState:
-    """`batch` sequences behind a prompt of zeros, accepting nothing, without end."""
-    caches = loop.empty_caches(target, draft, 1, plan.capacity)
-    ids = [0] * context
-    caches = loop.prefill(target, draft, caches, [ids], [0], plan.capacity, plan.implementation)
-    params = SamplingParams(temperature=1.0 if plan.sampled else 0.0)
-    sampler, history = loop.sampling_state(target, plan, [params], [ids], kinds)
-    stops = stop_table([()])
-    row = loop.start(
+    target: Target, draft: DFlashDraft, plan: RoundPlan, context: int, kinds: tuple[Kind, ...]
+) -> loop.Sequences:
+    """A sequence behind a prompt of zeros, accepting nothing, without end (see `side_by_side`)."""
+    copies = sharding.groups(draft.mesh)
+    caches = loop.empty_caches(target, draft, copies, plan.capacity)
+    ids, none = [[0] * context] * copies, [0] * copies
+    caches = loop.prefill(target, draft, caches, ids, none, plan.capacity, plan.implementation)
+    params = [SamplingParams(temperature=1.0 if plan.sampled else 0.0)] * copies
+    sampler, history = loop.sampling_state(target, plan, params, ids, kinds)
+    stops = stop_table([()] * copies)
+    state = loop.start(
         target,
         *caches,
-        jnp.full((1,), ALL_ROUNDS, jnp.int32),
-        jnp.ones((1,), jnp.int32),
+        jnp.full((copies,), ALL_ROUNDS, jnp.int32),
+        jnp.ones((copies,), jnp.int32),
         stops,
         sampler,
         history,
         plan,
-        Meter.of(jnp.ones((1, len(plan.widths)))),
     )
-    state, _ = loop.side_by_side((row, stops), batch)
-    return state.replace(done=jnp.zeros((batch,), bool))
+    return state, stops
+
+
+def _agreed(costs: dict[int, dict[int, float]]) -> dict[int, dict[int, float]]:
+    """The first process's costs: with costs of its own each would choose widths of its own."""
+    if jax.process_count() == 1:
+        return costs
+    mine = np.array([[*row.values()] for row in costs.values()], np.float32)
+    rows = np.asarray(multihost_utils.broadcast_one_to_all(mine)).tolist()
+    found = zip(costs.items(), rows, strict=True)
+    return {context: dict(zip(row, seconds, strict=True)) for (context, row), seconds in found}

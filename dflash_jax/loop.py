@@ -7,8 +7,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from dflash_jax import kv as cache
+from dflash_jax import sharding
 from dflash_jax.draft import DFlashDraft, ctx_features, ingest_ctx
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV
@@ -307,21 +309,38 @@ def decode(
     return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
 
-@partial(jax.jit, static_argnames=("slots",))
-def side_by_side(row: Sequences, slots: int) -> Sequences:
-    """`slots` copies of one sequence, all of them done: room for others, see `join`."""
-    state, stops = jax.tree.map(lambda leaf: jnp.repeat(leaf, slots, axis=0), row)
-    return state.replace(done=jnp.ones((slots,), bool)), stops
+@partial(jax.jit, static_argnames=("slots", "mesh"))
+def side_by_side(row: Sequences, slots: int, mesh: Mesh | None = None) -> Sequences:
+    """`slots` copies of one sequence, all of them done: room for others, see `join`.
+
+    row: one sequence; over a mesh one copy of it for each group of the data axis.
+    """
+    count = slots // row[1].shape[0]
+
+    def copied(row: Sequences) -> Sequences:
+        state, stops = jax.tree.map(lambda leaf: jnp.repeat(leaf, count, axis=0), row)
+        return state.replace(done=jnp.ones_like(state.done)), stops
+
+    return sharding.by_group(copied, mesh, row)
 
 
-@partial(jax.jit, donate_argnames=("rows",))
-def join(rows: Sequences, row: Sequences, slot: jax.Array) -> Sequences:
-    """`rows` with the sequence `slot []` replaced by the only one of `row`, in place.
+@partial(jax.jit, static_argnames=("mesh",), donate_argnames=("rows",))
+def join(rows: Sequences, row: Sequences, slot: jax.Array, mesh: Mesh | None = None) -> Sequences:
+    """`rows` with the sequence `slot []` replaced by that of `row`, in place.
 
     Every leaf of a state leads with the batch, the target's own too; no other sequence is touched.
+    row: as in `side_by_side`, so that whichever group has the slot has the sequence: nothing moves.
     """
 
-    def put(leaf: jax.Array, new: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_update_index_in_dim(leaf, new[0], slot, 0)
+    def put(rows: Sequences, row: Sequences, slot: jax.Array) -> Sequences:
+        size = rows[1].shape[0]
+        own = slot if mesh is None else slot - jax.lax.axis_index(sharding.DATA) * size
+        here, at = (own >= 0) & (own < size), jnp.clip(own, 0, size - 1)
 
-    return jax.tree.map(put, rows, row)
+        def put_leaf(leaf: jax.Array, new: jax.Array) -> jax.Array:
+            held = jax.lax.dynamic_index_in_dim(leaf, at, 0, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(leaf, jnp.where(here, new[0], held), at, 0)
+
+        return jax.tree.map(put_leaf, rows, row)
+
+    return sharding.by_group(put, mesh, rows, row, slot)

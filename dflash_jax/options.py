@@ -16,7 +16,13 @@ from dflash_jax.propose import RowDraws
 from dflash_jax.round import RoundPlan
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets import AnyTarget, HostedTarget, Target
-from dflash_jax.window import DSparkVtPolicy, default_widths, resolve_policy
+from dflash_jax.window import (
+    Costs,
+    DSparkVtPolicy,
+    by_context,
+    default_widths,
+    resolve_policy,
+)
 
 MIN_CAPACITY, CAPACITY_STEP = 256, 4096
 ALL_ROUNDS = np.iinfo(np.int32).max
@@ -33,7 +39,7 @@ def round_plan(
     harvest: DSparkHarvest | str | None = None,
     policy: DSparkVtPolicy | None = None,
     widths: Sequence[int] | None = None,
-    costs: Mapping[int, float] | None = None,
+    costs: Costs | None = None,
     row_draws: RowDraws = "argmax",
     logprobs: bool = False,
     implementation: Implementation = None,
@@ -87,7 +93,7 @@ def round_plan(
 def _widths(
     policy: DSparkVtPolicy,
     widths: Sequence[int] | None,
-    costs: Mapping[int, float] | None,
+    costs: Costs | None,
     widest: int,
 ) -> tuple[int, ...]:
     """Compiled verify widths, ascending, ending in the widest."""
@@ -96,18 +102,20 @@ def _widths(
         raise ValueError(f"costs: expected with the policy 'cost', found {policy.kind!r}")
     if not isinstance(costs, Mapping | None):
         raise ValueError(f"costs: expected a mapping of widths to seconds, found {costs!r}")
+    rows = () if costs is None else [*by_context(costs).values()]
     least = 1 if paid else 2
     given = () if widths is None else sequence_of("widths", widths)
     chosen = {*(between("widths", w, least, widest) for w in given), widest}
     if widths is None:
-        chosen = set(default_widths(policy, widest) if costs is None else costs)
+        priced = rows[0] if rows and isinstance(rows[0], Mapping) else ()
+        chosen = {*(priced if rows else default_widths(policy, widest))}
     chosen |= {1} if paid else set()
-    if costs is not None:
-        _check_costs(costs, chosen, widest)
+    for row in rows:
+        _check_costs(row, chosen, widest)
     return tuple(sorted(chosen))
 
 
-def _check_costs(costs: Mapping[int, float], widths: Iterable[int], widest: int) -> None:
+def _check_costs(costs: Any, widths: Iterable[int], widest: int) -> None:
     """ValueError unless there is a price for each width: 1, the widest, and those between."""
     if not isinstance(costs, Mapping) or set(costs) != {1, *widths, widest}:
         found = sorted(costs) if isinstance(costs, Mapping) else costs

@@ -193,19 +193,20 @@ def plan_memory(
     chunk: int = loop.CHUNKS[-1],
     sampler: Sampler | None = None,
     history: Any = None,
+    meter: Meter | None = None,
     compiled: bool = False,
 ) -> MemoryPlan:
     """What `batch` sequences take under a session's plan (see `SpecSession.memory`).
 
     target, draft: loaded or abstract (`abstract_target`, `survey_draft(...).abstract()`).
-    sampler, history: as `loop.start` takes them, abstract or not.
+    sampler, history, meter: as `loop.start` takes them, abstract or not.
     compiled: compile both programs here and take their working memory from the compiler.
     NotImplementedError for an estimate of a target other than the dense decoder.
     """
     caches = jax.eval_shape(
         partial(loop.empty_caches, batch=batch, capacity=plan.capacity), target, draft
     )
-    state = _state(target, caches, plan, batch, sampler, history)
+    state = _state(target, caches, plan, batch, sampler, history, meter)
     full, ring = _draft_bytes(caches.draft)
     if compiled:
         working = _compiled(target, draft, plan, batch, chunk, caches, state)
@@ -247,13 +248,9 @@ def _draft_bytes(kv: DraftKV | None) -> tuple[int, int]:
     return _nbytes(kv) - ring, ring
 
 
-def _state(target, caches, plan, batch, sampler, history) -> DecodeState:
+def _state(target, caches, plan, batch, sampler, history, meter) -> DecodeState:
     """The abstract state of a generation."""
     args = target, *caches, _ints(batch), _ints(batch), _ints(batch, 8), sampler, history
-    meter = None
-    if plan.policy.kind == "cost":
-        seconds = jax.ShapeDtypeStruct((batch, len(plan.widths)), jnp.float32)
-        meter = jax.eval_shape(Meter.of, seconds)
     return jax.eval_shape(partial(loop.start, plan=plan), *args, meter=meter)
 
 

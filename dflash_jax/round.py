@@ -185,7 +185,8 @@ def spec_round(
         return drafted(None, state)
     assert state.meter is not None
     live = ~state.done
-    wanted = cost_widths(state.meter, plan.widths, live, shared=not plan.sampled)
+    held = state.target.len
+    wanted = cost_widths(state.meter, plan.widths, held, live, shared=not plan.sampled)
     drafting = (live & (wanted > 1)).any()
     state = at_most_once(~drafting, partial(settle, 1, None, ones), state)
     return at_most_once(drafting, partial(drafted, wanted), state)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, TypedDict, Unpack, overload
 
@@ -37,7 +37,7 @@ from dflash_jax.results import Generation, books, check_faults, generation_of
 from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.sampling import SamplingParams, kinds_of
 from dflash_jax.targets import AnyTarget
-from dflash_jax.window import DSparkVtPolicy, Meter
+from dflash_jax.window import Costs, DSparkVtPolicy, Meter
 
 GREEDY = SamplingParams()
 
@@ -53,7 +53,7 @@ class SessionOptions(TypedDict, total=False):
     harvest: DSparkHarvest | str | None
     policy: DSparkVtPolicy | None
     widths: Sequence[int] | None
-    costs: Mapping[int, float] | None
+    costs: Costs | None
     sampling: SamplingParams | Sequence[SamplingParams]
     row_draws: RowDraws
     logprobs: bool
@@ -129,8 +129,9 @@ class SpecSession:
       policy: how wide each round verifies, see `window.resolve_policy`.
       widths: verify widths to compile for the policy to choose from (default: only the widest, but
         `window.default_widths` for the policy `cost`).
-      costs: seconds of a round at each width, for the policy `cost`; default what
-        `cost.measure_costs` measures when prompts are opened.
+      costs: seconds of a round at each width, or that at each of some contexts, for the policy
+        `cost` (see `window.Costs`); default what `cost.measure_costs` measures when the first
+        prompts of a capacity are opened.
       sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
       row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
       logprobs: keep the target's log-probability of each emitted token.
@@ -160,7 +161,7 @@ class SpecSession:
         harvest: DSparkHarvest | str | None = None,
         policy: DSparkVtPolicy | None = None,
         widths: Sequence[int] | None = None,
-        costs: Mapping[int, float] | None = None,
+        costs: Costs | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         row_draws: RowDraws = "argmax",
         logprobs: bool = False,
@@ -190,6 +191,7 @@ class SpecSession:
         if self._plan.policy.kind == "cost":
             hosted.refuse_hosted(target, "policy cost")
         self._given_costs = self.costs = costs
+        self._measured: dict[Any, Costs] = {}
         self._capacity, self._accept, self._check = capacity, accept, check
         self._chunk = (
             chunk if chunk is None else between("chunk", chunk, loop.CHUNKS[0], ALL_ROUNDS)
@@ -336,6 +338,7 @@ class SpecSession:
             chunk=loop.chunk_width(prompt, capacity, widest),
             sampler=sampler,
             history=history,
+            meter=self._meter(batch),
             compiled=compiled,
         )
 
@@ -381,13 +384,19 @@ class SpecSession:
         self._context = [[] for _ in rows]
         if self.plan.policy.kind == "cost":
             # Before the caches, too: measuring takes as much memory as they do.
-            longest, kinds = max(map(len, rows)), kinds_of(self._params(len(rows)))
+            self.costs = self._given_costs or self._measured_costs(len(rows))
+        return rows, budget
+
+    def _measured_costs(self, batch: int) -> Costs:
+        """What rounds of the plan cost, measured where this session has not done that already."""
+        kinds = kinds_of(self._params(batch))
+        known = self.plan, batch, kinds
+        if known not in self._measured:
             target, draft = hosted.refuse_hosted(self.target, "policy cost"), self.draft
             assert draft is not None
-            self.costs = self._given_costs or cost.measure_costs(
-                target, draft, self.plan, len(rows), longest, kinds
-            )
-        return rows, budget
+            costs = cost.measure_costs(target, draft, self.plan, batch, kinds=kinds)
+            self._measured[known] = costs
+        return self._measured[known]
 
     def _draft_start(
         self,
@@ -451,10 +460,6 @@ class SpecSession:
         sampler, history = self._driver.sampling_state(
             self.target, self.plan, params, self._context
         )
-        meter = None
-        if self.plan.policy.kind == "cost":
-            assert self.costs is not None
-            meter = Meter.of(cost.table(self.costs, len(budget)))
         self.state = self._driver.start(
             self.target,
             *caches,
@@ -464,8 +469,15 @@ class SpecSession:
             sampler,
             history,
             self.plan,
-            meter,
+            self._meter(len(budget)),
         )
+
+    def _meter(self, batch: int) -> Meter | None:
+        """What the policy `cost` starts from; before costs are measured, of that shape."""
+        if self._plan.policy.kind != "cost":
+            return None
+        unmeasured = {context: dict.fromkeys(self._plan.widths, 1.0) for context in (1, 2)}
+        return Meter.of(self.costs or unmeasured, batch)
 
     def _params(self, batch: int) -> list[SamplingParams]:
         if isinstance(self._sampling, SamplingParams):

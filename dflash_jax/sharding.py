@@ -116,11 +116,16 @@ def check(model: Any, mesh: Mesh) -> None:
             )
 
 
-def check_batch(mesh: Mesh | None, batch: int) -> None:
+def groups(mesh: Mesh | None) -> int:
+    """How many groups of devices share out the sequences of a batch: the data axis."""
+    return 1 if mesh is None else mesh.shape[DATA]
+
+
+def check_batch(mesh: Mesh | None, batch: int, name: str = "batch") -> None:
     """ValueError where the mesh's data axis does not divide the number of sequences."""
-    count = 1 if mesh is None else mesh.shape[DATA]
+    count = groups(mesh)
     if batch % count:
-        raise ValueError(f"batch: expected a multiple of {count} (data axis), found {batch}")
+        raise ValueError(f"{name}: expected a multiple of {count} (data axis), found {batch}")
 
 
 def constrain(tree: Any, mesh: Mesh | None, tree_specs: Any) -> Any:
@@ -189,6 +194,16 @@ def by_sequence(
         return body
     split = (P(),) * shared + (ROWS,) * rows
     return jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=ROWS, check_vma=False)
+
+
+def by_group(body: Callable[..., Any], mesh: Mesh | None, *args: Any) -> Any:
+    """`body(*args)` in each group of the data axis, on its own sequences and on scalars; what lies
+    over the model axis stays as it lies. `body` alone where there is no mesh.
+    """
+    if mesh is None:
+        return body(*args)
+    split = jax.tree.map(lambda leaf: ROWS if leaf.ndim else P(), args)
+    return jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=ROWS, axis_names={DATA})(*args)
 
 
 def shard(model: Any, mesh: Mesh) -> Any:

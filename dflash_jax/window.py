@@ -5,6 +5,7 @@ and at earlier rounds' results, never at this round's verify.
 """
 
 import dataclasses
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -100,35 +101,79 @@ def default_widths(policy: DSparkVtPolicy, widest: int, rows_cost: bool = False)
     return tuple(sorted(parts)) if rows_cost and policy.kind != "fixed" else (widest,)
 
 
+Costs = Mapping[int, float] | Mapping[int, Mapping[int, float]]
+"""{width: seconds of a round}, or that at each of some contexts: {context: {width: seconds}}."""
+
+
+def by_context(costs: Costs) -> dict[int, Mapping[int, float]]:
+    """The second form of `Costs`, ascending; what does not depend on a context is that of 0.
+
+    ValueError for a context that is no number of rows.
+    """
+    rows: dict[int, Any] = dict(costs)
+    if not any(isinstance(row, Mapping) for row in rows.values()):
+        return {0: rows}
+    for context in rows:
+        if isinstance(context, bool) or not isinstance(context, int) or context < 0:
+            raise ValueError(f"costs: expected contexts from 0 rows on, found {context!r}")
+    return dict(sorted(rows.items()))
+
+
 class Meter(struct.PyTreeNode):
     """What the `cost` policy knows of each of `B` sequences.
 
-    seconds `[B, n]`: of a round at each compiled width, draft and all; the first width is 1, a step
-    without a draft. tried, kept `[B]`: drafts judged and accepted lately, older rounds faded.
+    seconds `[B, p, n]`: of a round at each of p contexts (rows held, `contexts [B, p]`, ascending)
+    and each compiled width, draft and all; the first width is 1, a step without a draft.
+    tried, kept `[B]`: drafts judged and accepted lately, older rounds faded.
     """
 
+    contexts: jax.Array
     seconds: jax.Array
     tried: jax.Array
     kept: jax.Array
 
     @classmethod
-    def of(cls, seconds: jax.Array) -> "Meter":
+    def of(cls, costs: Costs, batch: int) -> "Meter":
         """Nothing seen yet."""
-        zeros = jnp.zeros(seconds.shape[:1], jnp.float32)
-        return cls(seconds, zeros, zeros + 0)
+        table = by_context(costs)
+        contexts = jnp.asarray([*table], jnp.float32)
+        seconds = jnp.asarray(
+            [[float(row[width]) for width in sorted(row)] for row in table.values()], jnp.float32
+        )
+        zeros = jnp.zeros((batch,), jnp.float32)
+        return cls(
+            contexts=jnp.tile(contexts[None], (batch, 1)),
+            seconds=jnp.tile(seconds[None], (batch, 1, 1)),
+            tried=zeros,
+            kept=zeros + 0,
+        )
+
+    def price(self, held: jax.Array) -> jax.Array:
+        """Seconds `[B, n]` of a round over `held [B]` rows: between two contexts by a straight
+        line, outside them those of the nearest.
+        """
+        over_widths = jax.vmap(jnp.interp, in_axes=(None, None, 1))
+        return jax.vmap(over_widths)(held.astype(jnp.float32), self.contexts, self.seconds)
 
 
-def cost_widths(meter: Meter, widths: tuple[int, ...], live: jax.Array, shared: bool) -> jax.Array:
-    """The width `[B]` of the most expected tokens a second.
+def cost_widths(
+    meter: Meter, widths: tuple[int, ...], held: jax.Array, live: jax.Array, shared: bool
+) -> jax.Array:
+    """The width `[B]` of the most expected tokens a second, over `held [B]` rows of context.
 
     A sequence whose drafts are each accepted at rate a gains (1 - a^w) / (1 - a) tokens of w rows.
-    shared: one width for all `live [B]` sequences, of the most tokens together. Otherwise each
-    looks at itself alone, so that what it draws does not depend on its neighbours.
+    shared: one width for all `live [B]` sequences, of the most tokens together, at the price of
+    their mean context. Otherwise each looks at itself alone, so that what it draws does not depend
+    on its neighbours.
     """
     rate = (meter.kept + PRIOR * OPTIMISM) / (meter.tried + PRIOR)
     rate = rate[:, None]
     gain = (1 - rate ** jnp.asarray(widths, jnp.float32)[None]) / (1 - rate)
-    speed = gain / meter.seconds
+    if shared:
+        weight = live.astype(jnp.float32)
+        mean = jnp.sum(weight * held.astype(jnp.float32)) / jnp.maximum(jnp.sum(weight), 1)
+        held = jnp.full(held.shape, mean)
+    speed = gain / meter.price(held)
     if shared:
         speed = jnp.where(live[:, None], speed, 0.0).sum(axis=0, keepdims=True)
     best = jnp.asarray(widths, jnp.int32)[jnp.argmax(speed, axis=1)]

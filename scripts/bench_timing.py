@@ -29,7 +29,6 @@ from bench_stages import (
 
 import dflash_jax.round as rounds
 from dflash_jax import forward_round, kernels, loop, measure_costs
-from dflash_jax.cost import table
 from dflash_jax.propose import draft_logits, propose
 from dflash_jax.round import RoundPlan
 from dflash_jax.sharding import named_leaves
@@ -124,8 +123,8 @@ def _compile_whole(work: Workload, name: str, iterations: int) -> Program:
         policy = DSparkVtPolicy("cost")
         widths = default_widths(policy, plan.verify_width)
         plan = dataclasses.replace(plan, policy=policy, widths=widths)
-        costs = measure_costs(work.target, draft, plan, work.batch, work.context, decode=run)
-        state = state.replace(meter=Meter.of(table(costs, work.batch)))
+        costs = measure_costs(work.target, draft, plan, work.batch, [work.context], decode=run)
+        state = state.replace(meter=Meter.of(costs, work.batch))
 
     def decode(state: Any, n: int) -> Any:
         return run(work.target, draft, state, stops, jnp.int32(n * iterations), plan)
@@ -251,7 +250,7 @@ def _loop_times(program: Program, repeats: int) -> tuple[list[float], dict[str, 
         taken, result = timed(run, state, 1)
         taken_rounds, tokens = result.rounds - state.rounds, result.emitted - state.emitted
         widths = _widths_taken(result)
-        costs = None if result.meter is None else result.meter.seconds[0].tolist()
+        costs = None if result.meter is None else result.meter.seconds[0, 0].tolist()
         del result
         seconds.append(taken)
         times.append(taken / int(taken_rounds.max()))

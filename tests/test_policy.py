@@ -1,6 +1,7 @@
 """Verify-window policies: the tables, the defaults, and the widths of real rounds."""
 
 import dataclasses
+from functools import partial
 from typing import get_args
 
 import jax
@@ -10,7 +11,7 @@ import pytest
 from families import trained
 from targets import mistaken_draft, table_target
 
-from dflash_jax import SpecSession, generate
+from dflash_jax import SpecSession, generate, measure_costs
 from dflash_jax.round import propose_block
 from dflash_jax.window import (
     DSparkVtPolicy,
@@ -285,9 +286,19 @@ FOLLOWS = [(token + 1) % 32 for token in range(32)]
 COST = DSparkVtPolicy("cost")
 
 
-def meter(seconds, kept=0.0, tried=0.0, batch=1):
-    columns = (jnp.full((batch,), x, jnp.float32) for x in (tried, kept))
-    return Meter(jnp.tile(jnp.asarray(seconds, jnp.float32), (batch, 1)), *columns)
+WIDTHS = (1, 2, 4, 8)
+
+
+def meter(costs, kept=0.0, tried=0.0, batch=1):
+    """After `tried` drafts each; costs as in `Costs`, or seconds of `WIDTHS`."""
+    costs = costs if isinstance(costs, dict) else dict(zip(WIDTHS, costs, strict=False))
+    tried, kept = (jnp.broadcast_to(jnp.asarray(x, jnp.float32), (batch,)) for x in (tried, kept))
+    return Meter.of(costs, batch).replace(tried=tried, kept=kept)
+
+
+def chosen(known, held=(0,), live=None, shared=False, widths=WIDTHS):
+    live = jnp.ones(len(held), bool) if live is None else jnp.asarray(live)
+    return cost_widths(known, widths, jnp.asarray(held, jnp.int32), live, shared=shared).tolist()
 
 
 @pytest.mark.parametrize(
@@ -303,25 +314,39 @@ def meter(seconds, kept=0.0, tried=0.0, batch=1):
     ],
 )
 def test_the_width_of_the_most_tokens_a_second(accepted, seconds, width):
-    known = meter(seconds, kept=1e6 * accepted, tried=1e6)
-    assert cost_widths(known, (1, 2, 4, 8), jnp.ones(1, bool), shared=False).tolist() == [width]
+    assert chosen(meter(seconds, kept=1e6 * accepted, tried=1e6)) == [width]
 
 
 def test_a_batch_decides_together_or_each_for_itself():
-    seconds, widths = (1.0, 1.5, 2.0), (1, 2, 8)
-    both = Meter(
-        jnp.tile(jnp.asarray(seconds), (3, 1)), jnp.full((3,), 1e6), jnp.asarray([0, 9e5, 0])
-    )
-    live = jnp.ones(3, bool)
-    assert cost_widths(both, widths, live, shared=False).tolist() == [1, 8, 1]
-    assert cost_widths(both, widths, live, shared=True).tolist() == [8, 8, 8]
+    both = meter({1: 1.0, 2: 1.5, 8: 2.0}, kept=[0, 9e5, 0], tried=1e6, batch=3)
+    choose = partial(chosen, both, (7, 7, 7), widths=(1, 2, 8))
+    assert choose() == [1, 8, 1]
+    assert choose(shared=True) == [8, 8, 8]
     # A frozen row has no say.
-    assert cost_widths(both, widths, ~live.at[1].set(False), shared=True).tolist() == [8, 8, 8]
-    assert cost_widths(both, widths, live.at[1].set(False), shared=True).tolist() == [1, 1, 1]
+    assert choose(live=[False, True, False], shared=True) == [8, 8, 8]
+    assert choose(live=[True, False, True], shared=True) == [1, 1, 1]
+
+
+def test_costs_lie_on_lines_between_the_contexts_that_were_measured():
+    seconds = {200: {1: 3.0, 4: 9.0}, 100: {1: 1.0, 4: 5.0}}
+    prices = Meter.of(seconds, 5).price(jnp.asarray([0, 100, 150, 200, 999]))
+    np.testing.assert_allclose(prices, [[1, 5], [1, 5], [2, 7], [3, 9], [3, 9]], 1e-6)
+    flat = Meter.of({1: 1.0, 4: 5.0}, 2).price(jnp.asarray([0, 999]))
+    np.testing.assert_allclose(flat, [[1, 5], [1, 5]], 1e-6)
+
+
+def test_each_sequence_goes_by_its_own_context_and_a_greedy_batch_by_the_mean():
+    """A draft of 3, all of it accepted, pays below 130 rows of context."""
+    known = meter({30: {1: 1.0, 4: 2.0}, 230: {1: 1.0, 4: 6.0}}, kept=1e6, tried=1e6, batch=3)
+    choose = partial(chosen, known, (20, 110, 260), widths=(1, 4))
+    assert choose() == [4, 4, 1]
+    assert choose(shared=True) == [1, 1, 1]  # 130 rows on average
+    assert choose(live=[True, True, False], shared=True) == [4, 4, 4]
+    assert chosen(known, (10**9,) * 3, widths=(1, 4), shared=True) == [1, 1, 1]
 
 
 def test_the_meter_counts_the_drafts_that_were_judged():
-    known = meter((1, 1), kept=3.0, tried=10.0, batch=4)
+    known = meter((1, 1), kept=3, tried=10, batch=4)
     accepted, width = jnp.asarray([2, 3, 0, 1]), jnp.asarray([4, 4, 1, 4])
     after = metered(known, accepted, width, jnp.asarray([True, True, True, False]))
     fade, idle = np.float32(0.95), np.float32(0.99)
@@ -370,6 +395,12 @@ def test_no_decision_changes_a_token():
         ({"policy": COST, "costs": {4: 1.0}}, r"costs: expected seconds for \[1, 4\], found \[4\]"),
         ({"policy": COST, "costs": {1: 1.0, 4: 0}}, "costs: expected seconds above 0, found 0"),
         ({"policy": COST, "costs": 3}, r"costs: expected"),
+        (
+            {"policy": COST, "costs": {64: {1: 1.0, 4: 2.0}, 128: {1: 1.0}}},
+            r"costs: expected seconds for \[1, 4\], found \[1\]",
+        ),
+        ({"policy": COST, "costs": {64: {1: 1.0, 4: 2.0}, 4: 2.0}}, "costs: expected seconds for"),
+        ({"policy": COST, "costs": {-1: {1: 1.0, 4: 2.0}}}, "costs: expected contexts .* found -1"),
         ({"policy": COST, "widths": [5]}, r"widths: expected 1\.\.4, found 5"),
     ],
 )
@@ -380,11 +411,55 @@ def test_costs_are_seconds_for_every_width(options, message):
 
 
 def test_costs_are_measured_when_none_are_given():
+    """Once for all prompts of a capacity, at a short context and a full one."""
     target = table_target(FOLLOWS)
     session = SpecSession(target, mistaken_draft(target, ()), policy=COST, widths=[1, 4])
     session.open([[3], [9, 10]], 30)
     assert session.plan.widths == (1, 4)
-    assert set(session.costs) == {1, 4}
-    assert all(0 < seconds < 60 for seconds in session.costs.values())
+    costs = session.costs
+    assert list(costs) == [32, 256 - 19]
+    assert all(set(row) == {1, 4} for row in costs.values())
+    assert all(0 < seconds < 60 for row in costs.values() for seconds in row.values())
     session.burst()
     assert session.results()[1].token_ids == [(11 + i) % 32 for i in range(30)]
+    session.open([[5], [6]], 9)
+    assert session.costs is costs
+    assert SpecSession(target, session.draft, policy=COST, costs=costs).costs is costs
+
+
+def test_measured_costs_are_those_of_the_clock_at_each_width_and_context():
+    """A machine whose rounds take 2 + width * context / 100 seconds, and 5 to be launched."""
+    target = table_target(FOLLOWS)
+    plan = SpecSession(target, mistaken_draft(target, ()), policy=COST)._plan_for(300, [])
+    now, held = [0.0], set()
+
+    def decode(target, draft, state, stops, rounds, plan):
+        [width] = [w for w, s in zip(plan.widths, state.meter.seconds[0, 0], strict=True) if s < 9]
+        context = int(state.target.len[0])
+        now[0] += 5 + int(rounds) * (2 + width * context / 100)
+        held.add((state.done.shape, bool(state.done.any()), context))
+        return state
+
+    draft = mistaken_draft(target, ())
+    measure = partial(measure_costs, target, draft, plan, 3, decode=decode, clock=lambda: now[0])
+    assert measure() == {
+        context: {w: pytest.approx(2 + w * context / 100) for w in plan.widths}
+        for context in (37, 281)
+    }
+    assert held == {((3,), False, 37), ((3,), False, 281)}
+    assert list(measure([37, 9999])) == [37, 281]
+    assert measure([37], clock=lambda: 0.0)[37][1] == 1e-9
+    short = dataclasses.replace(plan, capacity=19)
+    with pytest.raises(ValueError, match=r"capacity: expected at least 20 rows .* found 19"):
+        measure_costs(target, draft, short, 1)
+
+
+def test_a_width_that_pays_at_first_is_given_up_as_the_context_grows():
+    """No token changes."""
+    target = table_target(FOLLOWS)
+    costs = {50: {1: 1.0, 4: 1.5}, 90: {1: 1.0, 4: 9.0}}
+    out = generate(target, mistaken_draft(target, ()), [31], 120, policy=COST, costs=costs)
+    assert out.token_ids == [token % 32 for token in range(120)]
+    held = np.cumsum([1, *out.acceptance_lengths[:-1]])
+    widths = np.asarray(out.verify_widths)
+    assert set(widths[held < 60]) == {4} and set(widths[held > 70]) == {1}
