@@ -25,6 +25,7 @@ from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, row_lin
 from dflash_jax.markov import ConfidenceHead, MarkovHead
 from dflash_jax.quant import QuantizedLinear
 from dflash_jax.selector import DFlash2Head
+from dflash_jax.sharding import ALONE, Sums
 
 Matrix = jax.Array | QuantizedLinear
 
@@ -232,11 +233,12 @@ def ctx_features(
         if draft.mesh is None:
             return run(draft, taps)
         lead = [sharding.DATA, *[None] * (taps.ndim - 2)] if taps.ndim > 2 else [None]
+        summed = sharding.sums(draft).fc
         return sharding.per_shard(
-            partial(run, axis=sharding.MODEL),
+            partial(run, axis=summed),
             draft,
             taps,
-            in_specs=(P(*lead, sharding.MODEL),),
+            in_specs=(P(*lead, summed),),
             out_specs=P(*lead),
             checked=kernels.resolve(implementation) == "xla",
         )
@@ -271,12 +273,12 @@ def forward_block(
         return forward_block(draft, ctx_f[None], noise_emb[None], pos[None])[0]
     if draft.mesh is None:
         return _forward_block(draft, ctx_f, noise_emb, pos)
-    run = partial(_forward_block, axis=sharding.MODEL)
+    run = partial(_forward_block, sums=sharding.sums(draft))
     by_row = {"in_specs": (sharding.ROWS,) * 3, "out_specs": sharding.ROWS}
     return sharding.per_shard(run, draft, ctx_f, noise_emb, pos, **by_row)
 
 
-def _forward_block(draft, ctx_f, noise_emb, pos, axis: str | None = None) -> jax.Array:
+def _forward_block(draft, ctx_f, noise_emb, pos, sums: Sums = ALONE) -> jax.Array:
     config, ctx = draft.config, ctx_f.shape[1]
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     block_rope = cos[:, ctx:], sin[:, ctx:]
@@ -298,7 +300,7 @@ def _forward_block(draft, ctx_f, noise_emb, pos, axis: str | None = None) -> jax
                 window=config.layer_window[i],
             )
 
-        x = layer_forward(config, layer, x, attend, axis=axis)
+        x = layer_forward(config, layer, x, attend, sums=sums)
     return rms_norm(x, draft.norm, config.rms_norm_eps)
 
 
@@ -328,7 +330,7 @@ def ingest_ctx(
     run = partial(_ingest, implementation=implementation)
     if draft.mesh is None:
         return run(draft, kv, feats, pos_new, count)
-    caches = sharding.cache_specs(kv)
+    caches = sharding.cache_specs(kv, draft.config, draft.mesh)
     return sharding.per_shard(
         run,
         draft,
@@ -391,9 +393,9 @@ def forward_round(
     run = partial(_forward_round, implementation=implementation)
     if draft.mesh is None:
         return run(draft, kv, noise_emb, pos_block)
-    caches = sharding.cache_specs(kv)
+    caches = sharding.cache_specs(kv, draft.config, draft.mesh)
     return sharding.per_shard(
-        partial(run, axis=sharding.MODEL),
+        partial(run, sums=sharding.sums(draft)),
         draft,
         kv,
         noise_emb,
@@ -405,7 +407,7 @@ def forward_round(
 
 
 def _forward_round(
-    draft, kv, noise_emb, pos_block, implementation: Implementation, axis: str | None = None
+    draft, kv, noise_emb, pos_block, implementation: Implementation, sums: Sums = ALONE
 ) -> tuple[jax.Array, DraftKV]:
     config, rows = draft.config, noise_emb.shape[1]
     books = [kv.full] if kv.ring is None else [kv.full, kv.ring]
@@ -447,7 +449,7 @@ def _forward_round(
             return attended
 
         with jax.named_scope(f"draft_layer_{i}"):
-            x = layer_forward(config, layer, x, attend, implementation, axis)
+            x = layer_forward(config, layer, x, attend, implementation, sums)
     hidden = rms_norm(x, draft.norm, config.rms_norm_eps)
     full, ring = after[0], after[1] if kv.ring is not None else None
     return hidden, kv.replace(k=new_k, v=new_v, full=full, ring=ring)
@@ -459,28 +461,30 @@ def layer_forward(
     x: jax.Array,
     attend: Callable[[jax.Array], jax.Array],
     implementation: Implementation = "xla",
-    axis: str | None = None,
+    sums: Sums = ALONE,
 ) -> jax.Array:
     """One layer on block rows `x [B, b, H]`.
 
     `attend` takes projected rows `[B, b, (heads + 2 * kv_heads) * D]` to attended heads
     `[B, b, heads * D]` and brings the context (cached or not). The kernels have no gradients: who
-    wants them says so. axis: within a shard, the mesh axis to sum over.
+    wants them says so. sums: within a shard.
     """
     eps = config.rms_norm_eps
     choice: dict[str, Any] = {"implementation": implementation}
     attention, mlp = layer.attention_conv, layer.mlp_conv
     if attention is None or mlp is None:
         h = rms_norm(x, layer.input_norm, eps)
-        x = x + row_linear(attend(linear(h, layer.qkv, **choice)), layer.o, axis, **choice)
+        x = x + row_linear(
+            attend(linear(h, layer.qkv, **choice)), layer.o, sums.attention, **choice
+        )
         h = rms_norm(x, layer.post_norm, eps)
-        return x + swiglu(h, layer.gate_up, layer.down, axis=axis, **choice)
+        return x + swiglu(h, layer.gate_up, layer.down, axis=sums.mlp, **choice)
     # DFlash2: each sublayer stands between two convolutions.
     h, dyn = d2_conv_prepare(attention, x, norm=layer.input_norm, eps=eps, **choice)
-    out = row_linear(attend(linear(h, layer.qkv, **choice)), layer.o, axis, **choice)
+    out = row_linear(attend(linear(h, layer.qkv, **choice)), layer.o, sums.attention, **choice)
     x = d2_conv_finish(attention, out, dyn, residual=x, **choice)
     h, dyn = d2_conv_prepare(mlp, x, norm=layer.post_norm, eps=eps, **choice)
-    out = swiglu(h, layer.gate_up, layer.down, axis=axis, **choice)
+    out = swiglu(h, layer.gate_up, layer.down, axis=sums.mlp, **choice)
     return d2_conv_finish(mlp, out, dyn, residual=x, **choice)
 
 

@@ -101,7 +101,7 @@ def allocate(
         capacity=capacity,
         slack=slack,
     )
-    return sharding.constrain(kv, mesh, sharding.cache_specs(kv))
+    return sharding.constrain(kv, mesh, sharding.cache_specs(kv, config, mesh))
 
 
 def check_room(kv: DraftKV, rows: int) -> None:

@@ -62,7 +62,7 @@ def load_tree(
       read: reads a part of a tensor.
       ready: path -> what makes that leaf, in the layout of one device, once its turn comes.
       transform: applied to each tensor's rows, or to a device's share of them.
-      mesh: see `sharding`. ValueError where the model does not fit it.
+      mesh: see `sharding`, and `sharding.check` for what it does not divide.
       source: where the tensors come from, for the bar and error texts. progress: see
         `progress.Progress`.
 
@@ -87,7 +87,8 @@ def load_tree(
                 part_of = (host if order is None or count == 1 else host[order]).__getitem__
             else:
                 part_of = partial(_fill, parts[path], shape, read, transform, source)
-            leaves.append(_place(shape, sharding.spec(path, shape), mesh, part_of))
+            spec = sharding.spec(path, shape, shapes.config, count)
+            leaves.append(_place(shape, spec, mesh, part_of))
             part_of = host = None  # nothing on the host outlives its leaf
             bar.add(math.prod(shape.shape) * shape.dtype.itemsize)
     tree = jax.tree.unflatten(jax.tree.structure(shapes), leaves)

@@ -19,7 +19,7 @@ from flax import struct
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from dflash_jax import kernels
+from dflash_jax import kernels, sharding
 from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.sampling import GREEDY_TEMPERATURE, inverse_cdf
@@ -62,12 +62,14 @@ def top_candidates(
     is the total order of floats: 0 before -0. The kernel gives the very same arrays. Raises
     NotImplementedError as `kernels.resolve` does.
 
-    mesh: for `[B, nd, V]` split over its `model` axis by vocabulary; the arrays are the same again.
+    mesh: for `[B, nd, V]` split over its `model` axis by vocabulary, where that divides it; the
+    arrays are the same again.
     """
     if mesh is not None:
-        return _by_vocabulary(
-            logits, k, partial(top_candidates, implementation=implementation), mesh
-        )
+        best = partial(top_candidates, implementation=implementation)
+        if sharding.divides(mesh, logits.shape[-1]):
+            return _by_vocabulary(logits, k, best, mesh)
+        return sharding.by_sequence(partial(best, k=k), mesh, shared=0, rows=1)(logits)
     if kernels.resolve(implementation, _top_k_refusal(logits, k)) == "pallas":
         return kernels.kernel("topk").top_k(logits, k)
     # A NaN with its sign bit set, which x86 arithmetic makes, would come out last.
@@ -125,8 +127,8 @@ def best_ids(
     """
     if kernels.resolve(implementation, _top_k_refusal(logits, 1), best="xla") == "pallas":
         argmax = kernels.kernel("topk").argmax
-        if mesh is None:
-            return argmax(logits)
+        if mesh is None or not sharding.divides(mesh, logits.shape[-1]):
+            return sharding.by_sequence(argmax, mesh, shared=0, rows=1)(logits)
 
         def best(rows: jax.Array, _: int) -> tuple[jax.Array, jax.Array]:
             ids = argmax(rows)[..., None]

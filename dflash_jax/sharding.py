@@ -10,11 +10,16 @@ whose `o` and `down` outputs are summed over shards. Fused rows (q, k, v and gat
 shard by shard: each shard's rows of every part, in the order that one device has. On one device
 that is the plain order; `shard` and `whole` go from one to the other, and the loaders read each
 shard's rows from where they are in a checkpoint.
+
+What a number of devices does not divide (`undivided`) is whole on each of them, computed by all
+alike, and said in a warning: three devices share SmolLM2's heads and a drafter's, but not the
+drafter's MLP of 1024.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -39,6 +44,22 @@ SPECS = {
 every device: norms, convolutions, the confidence head, and tables of which a round reads a few
 rows (codebooks, Markov's w1, d2t).
 """
+PARTS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp", "fc": "fc"}
+"""Leaves that are split together or not at all; a table is split by its own rows."""
+UNITS = {"q8_0": 32, "q4_0": 64}
+"""Columns that are split in blocks: q4_0 keeps neighbouring blocks in halves of the same bytes."""
+
+
+class Sums(NamedTuple):
+    """Within a shard, the mesh axis that each part's output is summed over; None: it is whole."""
+
+    attention: str | None = None
+    mlp: str | None = None
+    fc: str | None = None
+
+
+ALONE = Sums()
+"""On one device nothing is summed."""
 
 
 _UNKNOWN = object()
@@ -67,12 +88,39 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in flat]
 
 
-def spec(path: str, leaf: Any) -> P:
-    """How the leaf (abstract or not) of that dotted path is split; what has no columns, the scales
-    of int8 rows, is not split by columns.
+def undivided(config: Any, count: int) -> dict[str, str]:
+    """The `PARTS` of a model that `count` devices do not divide, and the size that is to blame."""
+    unit = UNITS.get(getattr(config, "precision", None), 1)
+    sizes = [
+        ("attention", "num_key_value_heads", config.num_key_value_heads, 1),
+        ("attention", "o, axis 1", config.q_size, unit),
+        ("mlp", "intermediate_size", config.intermediate_size, 1),
+        ("mlp", "down, axis 1", config.intermediate_size, unit),
+        ("fc", "fc, axis 1", getattr(config, "tap_size", 0), unit),
+    ]
+    found: dict[str, str] = {}
+    for part, name, size, unit in sizes:
+        if count > 1 and size % (unit * count):
+            blocks = f" in blocks of {unit}" if unit > 1 else ""
+            found.setdefault(part, f"{name}: {size}{blocks}")
+    return found
+
+
+def sums(model: Any) -> Sums:
+    """What is summed over the shards of a model on a mesh."""
+    apart = undivided(model.config, model.mesh.shape[MODEL])
+    return Sums(*(None if part in apart else MODEL for part in Sums._fields))
+
+
+def spec(path: str, leaf: Any, config: Any, count: int) -> P:
+    """How the leaf (abstract or not) of that dotted path is split over `count` devices; what has no
+    columns, the scales of int8 rows, is not split by columns.
     """
-    split = SPECS.get(_name(path), P())
-    return split if len(split) <= leaf.ndim else P()
+    name = _name(path)
+    split = SPECS.get(name, P())
+    if PARTS.get(name) in undivided(config, count) or len(split) > leaf.ndim:
+        return P()
+    return split if name in PARTS or leaf.shape[0] % count == 0 else P()
 
 
 def _name(path: str) -> str:
@@ -81,39 +129,54 @@ def _name(path: str) -> str:
     return parent if name in ("values", "scales") else name
 
 
-def specs(model: Any) -> Any:
-    """A model's tree (arrays or `abstract`) with a `PartitionSpec` for each leaf."""
-    leaves = [spec(path, leaf) for path, leaf in named_leaves(model)]
+def specs(model: Any, mesh: Mesh | None = None) -> Any:
+    """A model's tree (arrays or `abstract`) with a `PartitionSpec` for each leaf; mesh: default its
+    own.
+    """
+    count = (model.mesh if mesh is None else mesh).shape[MODEL]
+    leaves = [spec(path, leaf, model.config, count) for path, leaf in named_leaves(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
 
-def cache_specs(state: Any) -> Any:
-    """The tree of a cache: leaves `[B, kv_heads, slots, D]` are split by heads, all by sequence."""
-    return jax.tree.map(lambda leaf: P(DATA, MODEL) if leaf.ndim == 4 else ROWS, state)
+def cache_specs(state: Any, config: Any, mesh: Mesh | None) -> Any:
+    """The tree of a cache: leaves `[B, kv_heads, slots, D]` are split as the heads are, all by
+    sequence.
+    """
+    apart = mesh is None or "attention" in undivided(config, mesh.shape[MODEL])
+    heads = ROWS if apart else P(DATA, MODEL)
+    return jax.tree.map(lambda leaf: heads if leaf.ndim == 4 else ROWS, state)
+
+
+def whole_leaves(model: Any, mesh: Mesh) -> dict[str, str]:
+    """What a mesh could split of a model and does not: a part's or table's name, and why."""
+    count = mesh.shape[MODEL]
+    found = undivided(model.config, count)
+    for path, leaf in named_leaves(model):
+        name = _name(path)
+        if name in SPECS and name not in PARTS and leaf.shape[0] % count:
+            found.setdefault(name, f"{path}, axis 0: {leaf.shape[0]}")
+    return found
 
 
 def check(model: Any, mesh: Mesh) -> None:
-    """ValueError naming what the mesh's model axis does not divide; `model` may be `abstract`."""
-    count, config = mesh.shape[MODEL], model.config
-    sizes = {
-        name: getattr(config, name)
-        for name in ("num_key_value_heads", "num_attention_heads", "intermediate_size")
-    }
-    units = {}
-    for path, leaf in named_leaves(model):
-        for axis, name in enumerate(spec(path, leaf)):
-            if name == MODEL:
-                sizes[path] = leaf.shape[axis]
-            if name == MODEL and axis == 1 and path.endswith(".scales"):
-                # q4_0 keeps neighbouring blocks in the halves of the same bytes.
-                units[path] = 2 if config.precision == "q4_0" else 1
-    for name, size in sizes.items():
-        unit = count * units.get(name, 1)
-        if size % unit:
-            raise ValueError(
-                f"{name}: expected a multiple of {unit} ({count} tensor-parallel devices), "
-                f"found {size}"
-            )
+    """Warn of what a mesh leaves whole (`model` may be `abstract`); ValueError where that is all of
+    a target.
+    """
+    count, found = mesh.shape[MODEL], whole_leaves(model, mesh)
+    if not found:
+        return
+    listed = "; ".join(f"{part} ({why})" for part, why in found.items())
+    names = {_name(path) for path, _ in named_leaves(model)} & SPECS.keys()
+    if "embedding" in names and {PARTS.get(name, name) for name in names} <= found.keys():
+        raise ValueError(
+            f"mesh: expected {count} tensor-parallel devices to divide some of the target's sizes, "
+            f"found {listed}"
+        )
+    warnings.warn(
+        f"{type(model).__name__}: whole on each of {count} devices, which do not divide it: "
+        f"{listed}",
+        stacklevel=3,
+    )
 
 
 def groups(mesh: Mesh | None) -> int:
@@ -146,16 +209,17 @@ def per_shard(
 ) -> Any:
     """`body(shard of model, *shards of args)` on every device of the model's mesh.
 
-    The shard has its own share of the config's heads, and no mesh. `checked`: prove at trace time
-    that results that are to be the same everywhere are (a sum over shards left out is then an
-    error); the GPU kernels do not say enough for that.
+    The shard has its own share of the config's heads and MLP, and no mesh. `checked`: prove at
+    trace time that results that are to be the same everywhere are (a sum over shards left out is
+    then an error); the GPU kernels do not say enough for that.
     """
-    count, config = model.mesh.shape[MODEL], model.config
+    count, config, split = model.mesh.shape[MODEL], model.config, sums(model)
+    heads, inner = (count if axis else 1 for axis in (split.attention, split.mlp))
     share = dataclasses.replace(
         config,
-        num_attention_heads=config.num_attention_heads // count,
-        num_key_value_heads=config.num_key_value_heads // count,
-        intermediate_size=config.intermediate_size // count,
+        num_attention_heads=config.num_attention_heads // heads,
+        num_key_value_heads=config.num_key_value_heads // heads,
+        intermediate_size=config.intermediate_size // inner,
     )
 
     def run(weights: Any, *shards: Any) -> Any:
@@ -178,10 +242,16 @@ def by_vocabulary(
     if mesh is None:
         return body(head, hidden)
     lead = [DATA, *[None] * (hidden.ndim - 2)]
-    rows = jax.tree.map(lambda _: P(MODEL), head)
+    split = MODEL if divides(mesh, head.shape[0]) else None
+    rows = jax.tree.map(lambda _: P(split), head)
     return jax.shard_map(
-        body, mesh=mesh, in_specs=(rows, P(*lead)), out_specs=P(*lead, MODEL), check_vma=False
+        body, mesh=mesh, in_specs=(rows, P(*lead)), out_specs=P(*lead, split), check_vma=False
     )(head, hidden)
+
+
+def divides(mesh: Mesh, rows: int) -> bool:
+    """Whether a table of so many rows, and logits over them, are split by vocabulary."""
+    return rows % mesh.shape[MODEL] == 0
 
 
 def by_sequence(
@@ -207,7 +277,7 @@ def by_group(body: Callable[..., Any], mesh: Mesh | None, *args: Any) -> Any:
 
 
 def shard(model: Any, mesh: Mesh) -> Any:
-    """A model of one device, split over a mesh. ValueError where it does not fit (`check`)."""
+    """A model of one device, split over a mesh; see `check` for what that does not divide."""
     own: Any = getattr(model, "mesh", _UNKNOWN)
     if own is _UNKNOWN:
         kind = type(model).__name__
@@ -222,7 +292,7 @@ def shard(model: Any, mesh: Mesh) -> Any:
     def place(path: str, leaf: Any) -> jax.Array:
         order = shard_order(model.config, path, count)
         leaf = leaf if order is None else leaf[order]
-        return jax.device_put(leaf, NamedSharding(mesh, spec(path, leaf)))
+        return jax.device_put(leaf, NamedSharding(mesh, spec(path, leaf, model.config, count)))
 
     leaves = [place(path, leaf) for path, leaf in named_leaves(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves).replace(mesh=mesh)
@@ -264,8 +334,10 @@ def whole(model: Any) -> Any:
 
 def shard_order(config: Any, path: str, count: int) -> np.ndarray | None:
     """Which row of one device's layout each row of a fused leaf of `count` shards is; None for
-    leaves that are not fused.
+    leaves that are not fused, or not split.
     """
+    if PARTS.get(_name(path)) in undivided(config, count):
+        return None
     parts = {
         "qkv": (config.q_size, config.kv_size, config.kv_size),
         "gate_up": (config.intermediate_size, config.intermediate_size),

@@ -282,17 +282,90 @@ def test_a_shard_is_a_smaller_model_of_the_same_kind():
     np.testing.assert_array_equal(qkv.addressable_shards[2].data, expected)
 
 
-def test_models_that_do_not_divide_are_refused_by_name():
-    mesh = sharding.make_mesh(3)
-    three = dataclasses.replace(TINY_TARGET, num_attention_heads=9, num_key_value_heads=3)
+def odd(draft_part=None, **sizes):
+    """A pair whose sizes no mesh was thought of for."""
+    target, draft = pair("dflash2")
+    rows = sizes.pop("rows", 64)
+    config = dataclasses.replace(target.config, vocab_size=rows, embedding_rows=rows, **sizes)
+    table = {"vocab_size": max(rows, 64), "mask_token_id": 62}
+    drafted = dataclasses.replace(draft.config, **table, **(draft_part or sizes))
+    return tiny_target(config), tiny_draft(drafted)
+
+
+THREE = {"num_attention_heads": 9, "num_key_value_heads": 3}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "devices", "whole"),
+    [
+        (
+            {"rows": 63, "draft_part": {"intermediate_size": 47}},
+            2,
+            {
+                "DenseTarget": ["embedding (embedding, axis 0: 63)", "head (head, axis 0: 63)"],
+                "DFlashDraft": ["mlp (intermediate_size: 47)"],
+            },
+        ),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (
+                    {"intermediate_size": 47},
+                    2,
+                    {
+                        "DenseTarget": ["mlp (intermediate_size: 47)"],
+                        "DFlashDraft": ["mlp (intermediate_size: 47)"],
+                    },
+                ),
+                (
+                    THREE,
+                    2,
+                    {
+                        "DenseTarget": ["attention (num_key_value_heads: 3)"],
+                        "DFlashDraft": ["attention (num_key_value_heads: 3)"],
+                    },
+                ),
+                (
+                    THREE | {"intermediate_size": 48, "rows": 66},
+                    3,
+                    {"DFlashDraft": ["fc (fc, axis 1: 32)"]},
+                ),
+                (
+                    THREE | {"intermediate_size": 50, "rows": 66},
+                    3,
+                    {
+                        "DenseTarget": ["mlp (intermediate_size: 50)"],
+                        "DFlashDraft": ["mlp (intermediate_size: 50)", "fc (fc, axis 1: 32)"],
+                    },
+                ),
+            )
+        ),
+    ],
+)
+def test_what_the_devices_do_not_divide_is_whole_on_each_of_them(sizes, devices, whole):
+    """And is named in a warning; heads, caches and all else are split as ever."""
+    models, mesh = odd(**sizes), sharding.make_mesh(devices)
+    expected = generate(*models, PROMPT, 20)
+    with pytest.warns(UserWarning, match="whole on each of") as warned:
+        split = sharding.shard_pair(*models, mesh)
+    texts = [str(warning.message) for warning in warned]
+    lead = f": whole on each of {devices} devices, which do not divide it: "
+    assert texts == [name + lead + "; ".join(parts) for name, parts in whole.items()]
+    found = generate(*split, PROMPT, 20)
+    assert found.token_ids == expected.token_ids
+    assert found.acceptance_lengths == expected.acceptance_lengths
+    for model, one in zip(split, models, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, sharding.whole(model), sharding.whole(one))
+
+
+def test_devices_that_divide_nothing_of_a_target_are_refused():
     with pytest.raises(
-        ValueError, match=r"num_key_value_heads: expected a multiple of 3 .* found 2"
+        ValueError,
+        match=r"mesh: expected 5 tensor-parallel devices to divide some of the target's sizes, "
+        r"found attention \(num_key_value_heads: 2\); mlp \(intermediate_size: 48\); "
+        r"embedding \(embedding, axis 0: 64\)",
     ):
-        sharding.shard(tiny_target(), mesh)
-    with pytest.raises(ValueError, match=r"embedding: expected a multiple of 3 .* found 64"):
-        sharding.shard(tiny_target(three), mesh)
-    rows = dataclasses.replace(three, vocab_size=63, embedding_rows=63)
-    assert sharding.shard(tiny_target(rows), mesh).mesh == mesh
+        sharding.shard(tiny_target(), sharding.make_mesh(5))
     with pytest.raises(ValueError, match="mesh: expected 1 to 8 devices, found 9"):
         sharding.make_mesh(9)
 
@@ -317,7 +390,7 @@ IDS = "40 41 42 43 44 45 46 47"
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        (["--tp", "4"], "num_key_value_heads: expected a multiple of 4"),
+        (["--tp", "5"], "mesh: expected 5 tensor-parallel devices to divide some of the target's"),
         (["--tp", "9"], "mesh: expected 1 to 8 devices, found 9"),
         (["--tp", "0"], "mesh: expected 1 to 8 devices, found 0"),
         (["--processes", "2"], "--processes: expected with --coordinator, found without"),

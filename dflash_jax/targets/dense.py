@@ -19,6 +19,7 @@ from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import linear, rms_norm, rope_tables, row_linear, swiglu
+from dflash_jax.sharding import ALONE, Sums
 from dflash_jax.targets import TargetOutput, check_taps
 
 
@@ -143,7 +144,8 @@ class DenseTarget(struct.PyTreeNode):
             return [jnp.zeros(shape, self.embedding.dtype) for _ in self.layers]
 
         state = DenseState(k=leaves(), v=leaves(), len=jnp.zeros((batch,), jnp.int32))
-        return sharding.constrain(state, self.mesh, sharding.cache_specs(state))
+        specs = sharding.cache_specs(state, config, self.mesh)
+        return sharding.constrain(state, self.mesh, specs)
 
     def forward(
         self,
@@ -156,9 +158,9 @@ class DenseTarget(struct.PyTreeNode):
         run, x = partial(_layers, taps=taps, implementation=implementation), self.embed(ids)
         if self.mesh is None:
             return run(self, state, x)
-        caches = sharding.cache_specs(state)
+        caches = sharding.cache_specs(state, self.config, self.mesh)
         return sharding.per_shard(
-            partial(run, axis=sharding.MODEL),
+            partial(run, sums=sharding.sums(self)),
             self,
             state,
             x,
@@ -172,8 +174,9 @@ class DenseTarget(struct.PyTreeNode):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         logits = linear(hidden, self.lm_head, dtype=jnp.float32)
-        by_vocabulary = P(*[P.UNCONSTRAINED] * (logits.ndim - 1), sharding.MODEL)
-        logits = sharding.constrain(logits, self.mesh, by_vocabulary)
+        if self.mesh is not None and sharding.divides(self.mesh, self.config.embedding_rows):
+            by_vocabulary = P(*[P.UNCONSTRAINED] * (logits.ndim - 1), sharding.MODEL)
+            logits = sharding.constrain(logits, self.mesh, by_vocabulary)
         if self.config.vocab_size == self.config.embedding_rows:
             return logits
         real = jnp.arange(self.config.embedding_rows) < self.config.vocab_size
@@ -186,11 +189,9 @@ def _layers(
     x: jax.Array,
     taps: tuple[int, ...],
     implementation: Implementation,
-    axis: str | None = None,
+    sums: Sums = ALONE,
 ) -> tuple[TargetOutput, DenseState]:
-    """`DenseTarget.forward` from embedded rows `x [B, rows, H]` on; `axis`: within a shard, the
-    mesh axis to sum over.
-    """
+    """`DenseTarget.forward` from embedded rows `x [B, rows, H]` on; `sums`: within a shard."""
     config, rows, eps = target.config, x.shape[1], target.config.rms_norm_eps
     pos = state.len[:, None] + jnp.arange(rows)[None]
     slots = jnp.arange(state.k[0].shape[2])[None]
@@ -212,9 +213,9 @@ def _layers(
                 window=config.layer_window[i],
                 implementation=implementation,
             )
-            x = x + row_linear(attended, layer.o, axis)
+            x = x + row_linear(attended, layer.o, sums.attention)
             h = rms_norm(x, layer.post_norm, eps)
-            x = x + swiglu(h, layer.gate_up, layer.down, axis=axis)
+            x = x + swiglu(h, layer.gate_up, layer.down, axis=sums.mlp)
             tapped[i] = x
     hidden = rms_norm(x, target.norm, eps)
     # transformers' hidden_states hold the last layer's output after the final norm.
