@@ -255,9 +255,9 @@ def start(
     fault = first_fault(raw)
     stopped = (anchor[:, None] == jnp.atleast_2d(stop_ids)).any(-1)
     finished = stopped | (budget <= 1) | (state.len >= plan.capacity)
-    return DecodeState(
-        target=state,
-        draft=kv,
+    books = DecodeState(
+        target=None,
+        draft=None,
         anchor=anchor,
         tokens=jnp.zeros((batch, width), jnp.int32).at[:, 0].set(anchor),
         emitted=zeros + 1,
@@ -276,6 +276,8 @@ def start(
         logprobs=logprobs,
         meter=meter,
     )
+    books = sharding.constrain(books, getattr(target, "mesh", None), sharding.ROWS)
+    return books.replace(target=state, draft=kv)
 
 
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))

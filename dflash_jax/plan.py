@@ -1,8 +1,9 @@
-"""The memory plan: what a generation keeps on the device, before anything is loaded.
+"""The memory plan: what a generation keeps on a device, before anything is loaded.
 
 Weights, caches and books are counted leaf by leaf from abstract trees, so they are exact. What the
 programs hold beside them while they run is an estimate of their largest buffers, or, asked for, the
-compiler's own figure for this device.
+compiler's own figure for this device. Of models over a mesh it is what each device has: its share
+of what is split, and all of what is not.
 """
 
 import dataclasses
@@ -14,13 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
-from dflash_jax import loop
+from dflash_jax import loop, sharding
 from dflash_jax.attention import key_tile
-from dflash_jax.checkpoint import named_leaves
 from dflash_jax.config import DFlashConfig
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kv import DraftKV
+from dflash_jax.quant import QuantizedLinear
 from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.sampling import Sampler
 from dflash_jax.targets import Target
@@ -52,7 +54,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One part of a model: its arrays, their elements and bytes."""
+    """One part of a model: its arrays, the weights that they hold, and their bytes."""
 
     name: str
     tensors: int
@@ -64,6 +66,8 @@ class Part:
 class MemoryPlan:
     """Bytes on the device for `batch` sequences of `capacity` rows, prompts in chunks of `chunk`.
 
+    devices: how many split heads, MLP and vocabulary, and how many groups of those split the
+    sequences; all bytes are one device's.
     target, draft: weights by part. target_kv, draft_full, draft_ring: caches; of the drafter's,
     full layers grow with the capacity and rings with their window. books: tokens and counters.
     prefill, round: what each program holds beside all that while it runs; `compiled` says whether
@@ -83,6 +87,7 @@ class MemoryPlan:
     prefill: int
     round: int
     compiled: bool
+    devices: tuple[int, int] = (1, 1)
 
     @property
     def weights(self) -> int:
@@ -112,7 +117,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         sequences = "1 sequence" if self.batch == 1 else f"{self.batch} sequences"
         told = "compiled" if self.compiled else "estimated"
+        model, data = self.devices
+        mesh = f"on each of {model * data} devices: {model} tensor-parallel x {data} data"
         lines = [
+            *([] if model * data == 1 else [mesh]),
             f"{sequences} of {self.capacity} rows, {self.dtype}, prompts in chunks of {self.chunk}",
             *part_lines("target", self.target),
             *part_lines("drafter", self.draft),
@@ -169,19 +177,26 @@ def part_of(path: str) -> str:
 
 def census(tree: Any) -> tuple[Part, ...]:
     """A model's arrays, abstract or not, counted by part."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_matrix)
     leaves: dict[str, list[Any]] = {}
-    for path, leaf in named_leaves(tree):
-        leaves.setdefault(part_of(path), []).append(leaf)
+    for path, leaf in flat:
+        name = part_of(jax.tree_util.keystr(path, simple=True, separator="."))
+        leaves.setdefault(name, []).append(leaf)
     return tuple(
         Part(
             name,
-            len(leaves[name]),
+            len(jax.tree.leaves(leaves[name])),
             sum(math.prod(x.shape) for x in leaves[name]),
             _nbytes(leaves[name]),
         )
         for name in PARTS
         if name in leaves
     )
+
+
+def _is_matrix(node: Any) -> bool:
+    """Integers and scales count as the matrix that they hold."""
+    return isinstance(node, QuantizedLinear)
 
 
 def plan_memory(
@@ -207,19 +222,22 @@ def plan_memory(
         partial(loop.empty_caches, batch=batch, capacity=plan.capacity), target, draft
     )
     state = _state(target, caches, plan, batch, sampler, history, meter)
-    full, ring = _draft_bytes(caches.draft)
+    mesh, layout = getattr(target, "mesh", None), _layout(target, draft, state)
+    working = None
     if compiled:
-        working = _compiled(target, draft, plan, batch, chunk, caches, state)
-    else:
-        working = _estimates(target, draft, plan, chunk, caches, state)
-    target_kv = _nbytes(caches.target)
+        working = _compiled(target, draft, plan, batch, chunk, caches, state, layout)
+    state = sharding.one_device(state, layout, mesh)
+    if working is None:
+        working = _estimates(target, draft, plan, chunk, caches.last.dtype, state)
+    full, ring = _draft_bytes(state.draft)
+    target_kv = _nbytes(state.target)
     return MemoryPlan(
         batch=batch,
         capacity=plan.capacity,
         chunk=chunk,
         dtype=str(caches.last.dtype),
-        target=census(target),
-        draft=() if draft is None else census(draft),
+        target=census(_own_part(target)),
+        draft=() if draft is None else census(_own_part(draft)),
         target_kv=target_kv,
         draft_full=full,
         draft_ring=ring,
@@ -227,7 +245,26 @@ def plan_memory(
         prefill=working[0],
         round=working[1],
         compiled=compiled,
+        devices=(1, 1) if mesh is None else (mesh.shape[sharding.MODEL], sharding.groups(mesh)),
     )
+
+
+def _own_part(model: Any) -> Any:
+    """What one device has of a model."""
+    mesh = getattr(model, "mesh", None)
+    return model if mesh is None else sharding.one_device(model, sharding.specs(model), mesh)
+
+
+def _layout(target: Any, draft: DFlashDraft | None, state: DecodeState) -> Any:
+    """The specs of a state's leaves: caches by heads, all by sequence."""
+    layout = jax.tree.map(lambda _: sharding.ROWS, state)
+    mesh = getattr(target, "mesh", None)
+    if mesh is None:
+        return layout
+    layout = layout.replace(target=sharding.cache_specs(state.target, target.config, mesh))
+    if draft is None:
+        return layout
+    return layout.replace(draft=sharding.cache_specs(state.draft, draft.config, mesh))
 
 
 def _nbytes(tree: Any) -> int:
@@ -258,9 +295,13 @@ def _ints(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def _compiled(target, draft, plan, batch, chunk, caches, state) -> tuple[int, int]:
-    """Temporary bytes of the two programs, as compiled for the default device."""
-    prompt = _ints(batch, chunk), _ints(batch)
+def _compiled(target, draft, plan, batch, chunk, caches, state, layout) -> tuple[int, int]:
+    """Temporary bytes of the two programs, as compiled for the default device or the mesh."""
+    mesh, prompt = getattr(target, "mesh", None), (_ints(batch, chunk), _ints(batch))
+    if mesh is not None:
+        places = jax.tree.map(partial(NamedSharding, mesh), layout)
+        at = loop.Caches(places.target, places.draft, NamedSharding(mesh, sharding.ROWS))
+        caches, state = jax.tree.map(_placed, (caches, state), (at, places))
     implementation = {"implementation": plan.implementation}
     programs = (
         loop.prefill_chunk.lower(target, draft, caches, *prompt, **implementation),
@@ -270,19 +311,24 @@ def _compiled(target, draft, plan, batch, chunk, caches, state) -> tuple[int, in
     return found[0].temp_size_in_bytes, found[1].temp_size_in_bytes
 
 
-def _estimates(target, draft, plan, chunk, caches, state) -> tuple[int, int]:
+def _placed(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
+
+
+def _estimates(target, draft, plan, chunk, dtype, state) -> tuple[int, int]:
     """The largest buffers that are alive together, of a prompt chunk and of a round.
 
     Attention's scores or the MLP's inner rows, whichever is more, beside a chunk's residual rows
     and taps; in a round the verify rows' logits and what is made of them, beside attention.
+    state: what one device holds.
     """
     if not isinstance(target, DenseTarget):
         raise NotImplementedError(
             f"memory: expected a DenseTarget for an estimate, found a {type(target).__name__}; "
             "compiled=True asks the compiler"
         )
-    config, size = target.config, caches.last.dtype.itemsize
-    batch, _, slots, _ = caches.target.k[0].shape
+    config, size, table = sharding.share(target), dtype.itemsize, _own_part(target).lm_head
+    batch, _, slots, _ = state.target.k[0].shape
     rows = batch * chunk
     residual = rows * config.hidden_size * size
     taps = 0 if draft is None else rows * draft.config.tap_size * size
@@ -291,12 +337,12 @@ def _estimates(target, draft, plan, chunk, caches, state) -> tuple[int, int]:
     prefill = residual + taps + max(attention, mlp, taps)
 
     width = plan.verify_width
-    logits = batch * width * config.embedding_rows * LOGITS
+    logits = batch * width * table.shape[0] * LOGITS
     attention = _attention(config, batch, width, slots, size)
     copies = SAMPLED if plan.sampled else 1
     if draft is not None:
-        slots = max(leaf.shape[2] for leaf in caches.draft.k)
-        own = _attention(draft.config, batch, plan.block_size, slots, size)
+        slots = max(leaf.shape[2] for leaf in state.draft.k)
+        own = _attention(sharding.share(draft), batch, plan.block_size, slots, size)
         attention = max(attention, own)
         copies += draft.markov is not None or draft.dflash2 is not None
     copies += state.history is not None

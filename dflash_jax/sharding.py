@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 MODEL, DATA = "model", "data"
@@ -63,6 +63,13 @@ ALONE = Sums()
 
 
 _UNKNOWN = object()
+
+
+def planned_mesh(model: int, data: int = 1) -> AbstractMesh:
+    """As `make_mesh`, of devices that need not be here: for abstract models, to plan with."""
+    if min(model, data) < 1:
+        raise ValueError(f"mesh: expected 1 or more devices, found {model} x {data}")
+    return AbstractMesh((data, model), (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
 
 
 def make_mesh(model: int, data: int = 1) -> Mesh:
@@ -199,6 +206,32 @@ def constrain(tree: Any, mesh: Mesh | None, tree_specs: Any) -> Any:
     return jax.lax.with_sharding_constraint(tree, places)
 
 
+def share(model: Any) -> Any:
+    """The config of the smaller model that one device has: its heads, its part of the MLP."""
+    if model.mesh is None:
+        return model.config
+    count, config, split = model.mesh.shape[MODEL], model.config, sums(model)
+    heads, inner = (count if axis else 1 for axis in (split.attention, split.mlp))
+    return dataclasses.replace(
+        config,
+        num_attention_heads=config.num_attention_heads // heads,
+        num_key_value_heads=config.num_key_value_heads // heads,
+        intermediate_size=config.intermediate_size // inner,
+    )
+
+
+def one_device(tree: Any, tree_specs: Any, mesh: Mesh | None) -> Any:
+    """The shapes and dtypes of what one device holds of a tree that is split by specs."""
+    if mesh is None:
+        return tree
+
+    def part(leaf: Any, split: P) -> jax.ShapeDtypeStruct:
+        shape = NamedSharding(mesh, split).shard_shape(leaf.shape)
+        return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+    return jax.tree.map(part, tree, tree_specs)
+
+
 def per_shard(
     body: Callable[..., Any],
     model: Any,
@@ -213,17 +246,10 @@ def per_shard(
     trace time that results that are to be the same everywhere are (a sum over shards left out is
     then an error); the GPU kernels do not say enough for that.
     """
-    count, config, split = model.mesh.shape[MODEL], model.config, sums(model)
-    heads, inner = (count if axis else 1 for axis in (split.attention, split.mlp))
-    share = dataclasses.replace(
-        config,
-        num_attention_heads=config.num_attention_heads // heads,
-        num_key_value_heads=config.num_key_value_heads // heads,
-        intermediate_size=config.intermediate_size // inner,
-    )
+    config = share(model)
 
     def run(weights: Any, *shards: Any) -> Any:
-        return body(weights.replace(config=share, mesh=None), *shards)
+        return body(weights.replace(config=config, mesh=None), *shards)
 
     mapped = jax.shard_map(
         run,
@@ -276,8 +302,10 @@ def by_group(body: Callable[..., Any], mesh: Mesh | None, *args: Any) -> Any:
     return jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=ROWS, axis_names={DATA})(*args)
 
 
-def shard(model: Any, mesh: Mesh) -> Any:
-    """A model of one device, split over a mesh; see `check` for what that does not divide."""
+def shard(model: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """A model of one device, split over a mesh; see `check` for what that does not divide. Of an
+    `abstract` model, for a plan, the same shapes that say where they lie.
+    """
     own: Any = getattr(model, "mesh", _UNKNOWN)
     if own is _UNKNOWN:
         kind = type(model).__name__
@@ -289,10 +317,12 @@ def shard(model: Any, mesh: Mesh) -> Any:
     check(model, mesh)
     count = mesh.shape[MODEL]
 
-    def place(path: str, leaf: Any) -> jax.Array:
+    def place(path: str, leaf: Any) -> Any:
+        split = NamedSharding(mesh, spec(path, leaf, model.config, count))
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=split)
         order = shard_order(model.config, path, count)
-        leaf = leaf if order is None else leaf[order]
-        return jax.device_put(leaf, NamedSharding(mesh, spec(path, leaf, model.config, count)))
+        return jax.device_put(leaf if order is None else leaf[order], split)
 
     leaves = [place(path, leaf) for path, leaf in named_leaves(model)]
     return jax.tree.unflatten(jax.tree.structure(model), leaves).replace(mesh=mesh)

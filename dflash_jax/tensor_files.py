@@ -122,8 +122,8 @@ class TensorFiles:
 
     def nbytes(self, name: str) -> int:
         """Bytes of the tensor on disk, from the header."""
-        bits = re.search(r"[0-9]+", self.dtype(name))
-        return math.prod(self.shape(name)) * (int(bits.group()) if bits else 8) // 8
+        bits, stored = re.search(r"[0-9]+", self.dtype(name)), self._slice(name).get_shape()
+        return math.prod(stored) * (int(bits.group()) if bits else 8) // 8
 
     def read(self, name: str, rows: slice = ALL, columns: slice = ALL) -> np.ndarray:
         """The tensor, or some of its rows and columns, as a numpy array (bf16 by ml_dtypes).

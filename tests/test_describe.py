@@ -3,13 +3,16 @@
 import json
 import shutil
 
+import jax
 import pytest
 from families import FAMILIES, ORACLES, stage, trained
 from safetensors.numpy import load_file, save_file
 
+from dflash_jax import load_draft, save_draft
 from dflash_jax.checkpoint import survey_draft
 from dflash_jax.cli import main
 from dflash_jax.describe import describe_draft
+from dflash_jax.quant import PRECISIONS
 
 TINY = ORACLES / "tiny"
 TARGET = ("--target", str(TINY / "target"))
@@ -49,6 +52,16 @@ def test_int8_rows_count_with_their_scales():
     config, rows = found.config, found.config.hidden_size
     assert stored["features (fc)"] == rows * config.tap_size + 4 * rows
     assert set(found.stored) == {"F32", "I8"}
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_quantised_drafter_is_counted_as_it_is_stored(precision, tmp_path):
+    draft = load_draft(TINY / "dspark", dtype="float32", precision=precision)
+    save_draft(draft, tmp_path)
+    found, tensors = describe_draft(tmp_path), load_file(tmp_path / "model.safetensors")
+    assert found.whole().stored == sum(tensor.nbytes for tensor in tensors.values())
+    assert found.whole().loaded == sum(leaf.nbytes for leaf in jax.tree.leaves(draft))
+    assert found.whole().parameters == describe_draft(TINY / "dspark").whole().parameters
 
 
 def test_a_drafter_in_words(capsys):

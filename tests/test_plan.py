@@ -9,7 +9,7 @@ import pytest
 from families import FAMILIES, ORACLES, trained
 from targets import F32, sliding_pair, table_target
 
-from dflash_jax import SamplingParams, SpecSession, loop, plan
+from dflash_jax import SamplingParams, SpecSession, load_draft, loop, plan, quant, sharding
 from dflash_jax import draft as drafter
 from dflash_jax.checkpoint import survey_draft
 from dflash_jax.cli import main, make_parser
@@ -79,6 +79,59 @@ def test_the_plan_of_plain_decoding_has_no_drafter():
     assert (told.draft, told.draft_full, told.draft_ring) == ((), 0, 0)
     assert "drafter" not in str(told)
     assert "draft KV" not in str(told)
+
+
+def held(tree):
+    """Bytes that each device holds of a tree, the same for all."""
+    devices = {}
+    for leaf in jax.tree.leaves(tree):
+        for shard in leaf.addressable_shards:
+            devices[shard.device] = devices.get(shard.device, 0) + shard.data.nbytes
+    [size] = set(devices.values())
+    return size
+
+
+def abstract_models_of(family, precision=None):
+    target = abstract_target(ORACLES / "tiny" / "target", "float32")
+    found = survey_draft(ORACLES / "tiny" / family, target, precision)
+    return target, found.abstract("float32")
+
+
+WHOLE = pytest.mark.filterwarnings("ignore:.* whole on each of")
+"""On 4 devices the tiny models' two kv heads are."""
+
+
+@WHOLE
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("precision", [None, "q4_0"])
+def test_over_a_mesh_weights_and_caches_are_what_one_device_holds(shape, precision):
+    """To the byte: shares of what is split, all of what is not, and no device is needed to say."""
+    abstract = abstract_models_of("dspark", precision)
+    session = SpecSession(*abstract, mesh=sharding.planned_mesh(*shape), capacity=300)
+    told, mesh = session.memory(300, 4), sharding.make_mesh(*shape)
+    target = sharding.shard(trained("dspark")[0], mesh)
+    draft = load_draft(ORACLES / "tiny" / "dspark", target, F32, precision=precision)
+    assert sum(part.nbytes for part in told.target) == held(target)
+    assert sum(part.nbytes for part in told.draft) == held(draft)
+    caches = loop.empty_caches(target, draft, 4, 300)
+    assert told.target_kv == held(caches.target)
+    assert told.draft_full + told.draft_ring == held(caches.draft)
+    assert told.devices == shape
+
+
+@WHOLE
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 2), (8, 1)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_so_are_books_and_the_programs_hold_what_is_estimated(family, shape):
+    abstract = abstract_models_of(family)
+    told = SpecSession(*abstract, mesh=sharding.planned_mesh(*shape), capacity=300).memory(300, 4)
+    session = SpecSession(*trained(family), mesh=sharding.make_mesh(*shape), capacity=300)
+    session.open([PROMPT] * 4, 20)
+    assert told.weights == held((session.target, session.draft))
+    assert told.caches == held(session.state)
+    exact = session.memory(300, 4, compiled=True)
+    assert told.total == pytest.approx(exact.total, rel=0.05)
 
 
 # --- working memory ----------------------------------------------------------------------------
@@ -224,6 +277,21 @@ def test_abstract_quantised_and_trimmed_drafters_have_the_shapes_of_the_loaded_o
         assert (ours.shape, ours.dtype) == (leaf.shape, leaf.dtype)
 
 
+@pytest.mark.parametrize("precision", quant.PRECISIONS)
+def test_quantised_matrices_are_the_weights_that_they_stand_for_and_the_bytes_that_they_take(
+    precision,
+):
+    floats = {part.name: part for part in plan.census(abstract_models_of("dspark")[1])}
+    parts = plan.census(abstract_models_of("dspark", precision)[1])
+    loaded = load_draft(ORACLES / "tiny" / "dspark", dtype=F32, precision=precision)
+    assert parts == plan.census(loaded)
+    assert sum(part.nbytes for part in parts) == nbytes(loaded)
+    assert [part.parameters for part in parts] == [floats[part.name].parameters for part in parts]
+    bits = {"int8": 8, "q8_0": 8.5, "q4_0": 4.5}[precision]
+    [mlp] = (part for part in parts if part.name == "mlp")
+    assert mlp.nbytes * 8 / mlp.parameters == pytest.approx(bits, rel=0.06)
+
+
 def test_a_drafter_of_another_target_is_refused_from_headers_alone():
     abstract = abstract_target(ORACLES / "tiny" / "target")
     with pytest.raises(ValueError, match="hidden_size: the drafter expects 64"):
@@ -259,6 +327,20 @@ def test_the_command_prints_the_plan(capsys):
     assert len(text.splitlines()) <= 24
 
 
+def test_the_command_plans_for_devices_that_are_not_here(capsys):
+    options = [*MODELS, "--draft", str(ORACLES / "tiny" / "dflash"), "--json", "--batch", "16"]
+    assert main(["plan", *options]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    assert main(["plan", *options, "--tp", "2", "--data", "16"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (alone["devices"], found["devices"]) == ([1, 1], [2, 16])
+    assert found["target_kv"] * 32 - alone["target_kv"] == 16 * 4  # `len` is not split by heads
+    assert 0.5 < found["weights"] / alone["weights"] < 0.51
+    assert main(["plan", *options[:-3], "--batch", "16", "--tp", "2", "--data", "16"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first == "on each of 32 devices: 2 tensor-parallel x 16 data"
+
+
 def test_the_command_prints_json(capsys):
     target, draft = trained("dflash")
     options = [*MODELS, "--draft", str(ORACLES / "tiny" / "dflash"), "--json", "--chunk", "64"]
@@ -280,6 +362,10 @@ def test_the_command_prints_json(capsys):
         (("--draft", "nowhere"), "drafter: expected a directory or one of"),
         (("--draft", "none", "--block-size", "4"), "--block-size: expected a drafter to apply"),
         (("--target", "nowhere"), "found 'nowhere'"),
+        (("--tp", "0"), "mesh: expected 1 or more devices, found 0 x 1"),
+        (("--tp", "5"), "mesh: expected 5 tensor-parallel devices to divide some of the target's"),
+        (("--tp", "2", "--data", "2"), "batch: expected a multiple of 2 (data axis), found 1"),
+        (("--tp", "16", "--compiled"), "mesh: expected 1 to 8 devices, found 16"),
     ],
 )
 def test_what_cannot_be_planned_is_refused(options, message, capsys):

@@ -7,9 +7,11 @@ from typing import Any
 import jax
 
 from dflash_jax.cli.cache import add_compile_cache
+from dflash_jax.cli.devices import add_mesh, mesh_of
 from dflash_jax.cli.models import abstract_models, add_models
 from dflash_jax.plan import amount
 from dflash_jax.session import SpecSession
+from dflash_jax.sharding import make_mesh, planned_mesh
 
 
 def add(commands: Any) -> None:
@@ -17,6 +19,7 @@ def add(commands: Any) -> None:
     plan = commands.add_parser("plan", help="say how much memory a generation takes")
     plan.set_defaults(run=run)
     add_models(plan)
+    add_mesh(plan)
     plan.add_argument(
         "--context",
         type=int,
@@ -41,8 +44,15 @@ def run(args: argparse.Namespace) -> int:
     target, draft = abstract_models(args)
     if args.block_size is not None and draft is None:
         raise ValueError("--block-size: expected a drafter to apply it to, found --draft none")
+    # Programs are compiled for devices that are here; bytes are counted without any.
+    mesh = mesh_of(args, make_mesh if args.compiled else planned_mesh)
     session = SpecSession(
-        target, draft, capacity=args.capacity, chunk=args.chunk, block_size=args.block_size
+        target,
+        draft,
+        capacity=args.capacity,
+        chunk=args.chunk,
+        block_size=args.block_size,
+        mesh=mesh,
     )
     context = min(4096, target.max_positions) if args.context is None else args.context
     plan = session.memory(context, args.batch, compiled=args.compiled)
