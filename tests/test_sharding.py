@@ -393,6 +393,7 @@ IDS = "40 41 42 43 44 45 46 47"
         (["--tp", "5"], "mesh: expected 5 tensor-parallel devices to divide some of the target's"),
         (["--tp", "9"], "mesh: expected 1 to 8 devices, found 9"),
         (["--tp", "0"], "mesh: expected 1 to 8 devices, found 0"),
+        (["--data", "2"], "--data: expected with --prompts FILE, found one prompt"),
         (["--processes", "2"], "--processes: expected with --coordinator, found without"),
         (["--coordinator", "localhost:1", "--processes", "2"], "--process-id: expected with"),
         (
@@ -418,7 +419,33 @@ def test_the_command_over_two_devices(capsys):
 
 
 @pytest.mark.slow
-def test_two_processes_give_what_one_gives(capsys):
+def test_the_command_answers_a_file_of_prompts_over_devices(tmp_path, capsys):
+    """Side by side, over two devices and four, and under the policy cost, whose measured costs may
+    choose any width: greedy answers are those of one device.
+    """
+    file = tmp_path / "prompts.jsonl"
+    records = [{"prompt_ids": [*range(40, 40 + n)], "max_new_tokens": 4 + n} for n in range(3, 9)]
+    file.write_text("\n".join(map(json.dumps, records)))
+    command = ["generate", "--prompts", str(file), *TINY_COMMAND[2:-1]]
+    cost = ["--window-policy", "cost"]
+    answers = []
+    for options in (
+        [],
+        ["--tp", "2"],
+        ["--tp", "2", "--batch", "3", *cost],
+        ["--tp", "2", "--data", "2", "--batch", "4", *cost],
+    ):
+        assert main([*command, *options]) == 0
+        lines = map(json.loads, capsys.readouterr().out.splitlines())
+        answers.append({line["request"]: line["token_ids"] for line in lines})
+    assert answers[0].keys() == set(range(6))
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--window-policy", "cost"]])
+def test_two_processes_give_what_one_gives(options, capsys):
+    """Choosing the same widths, whatever each of them measures."""
     assert main([*TINY_COMMAND, IDS]) == 0
     expected = json.loads(capsys.readouterr().out)["token_ids"]
     with socket.socket() as free:
@@ -430,7 +457,7 @@ def test_two_processes_give_what_one_gives(capsys):
     group = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", program, *TINY_COMMAND, IDS, *group, str(i)],
+            [sys.executable, "-c", program, *TINY_COMMAND, IDS, *options, *group, str(i)],
             stdout=subprocess.PIPE,
             text=True,
         )

@@ -207,7 +207,8 @@ def _figures(result: Generation, comparison: Comparison | None, memory: MemoryPl
         ]
     parts.append(f"first token {result.prefill_seconds:.2f} s")
     if memory is not None:
-        parts.append(f"memory {amount(memory.total)}")
+        each = "" if memory.devices == (1, 1) else " a device"
+        parts.append(f"memory {amount(memory.total)}{each}")
     return "[" + ", ".join(parts) + "]"
 
 

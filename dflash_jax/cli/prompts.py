@@ -26,8 +26,9 @@ def check_arguments(args: argparse.Namespace) -> None:
     if args.prompts is None:
         if args.prompt is None:
             raise ValueError("PROMPT: expected a prompt or --prompts FILE, found neither")
-        if args.batch is not None:
-            raise ValueError("--batch: expected with --prompts FILE, found one prompt")
+        for name in ("batch", "data"):
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name}: expected with --prompts FILE, found one prompt")
         return
     if args.prompt is not None:
         raise ValueError("--prompts: expected no PROMPT beside it, found one")
