@@ -134,6 +134,7 @@ class Slots:
       kinds: of sampling that may come, of `sampling.Kind` (none: greedy requests only). They are
         parts of the compiled programs: nothing is compiled again as requests come and go.
       stops: most stop ids of a request.
+      mesh: as in `session.SpecSession`; its data axis divides the slots.
       **options: of `options.round_plan` (block_size, verify_width, harvest, policy, widths, costs,
         row_draws, logprobs, implementation), as in `session.SpecSession`.
 
@@ -151,14 +152,16 @@ class Slots:
         capacity: int,
         kinds: Iterable[Kind] = (),
         stops: int = STOPS,
+        mesh: Mesh | None = None,
         **options: Any,
     ):
         capacity = between("capacity", capacity, 1, target.max_positions)
         target = hosted.refuse_hosted(target, "batches that requests join")
+        target, draft = sharding.shard_pair(target, draft, mesh)
         self.kinds = kinds_of((), kinds)
         sampled = "sampled" in self.kinds
         self.plan = round_plan(target, draft, capacity=capacity, sampled=sampled, **options)
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.mesh = target, draft, getattr(target, "mesh", None)
         self.slots, self._stops = between("slots", slots, 1, 1 << 16), stops
         sharding.check_batch(self.mesh, self.slots, "slots")
         self.costs = options.get("costs")
@@ -167,11 +170,6 @@ class Slots:
             self.costs = cost.measure_costs(target, draft, self.plan, self.slots, kinds=self.kinds)
         self._state: tuple[DecodeState, jax.Array] | None = None
         self._held: list[_Held | None] = [None] * self.slots
-
-    @property
-    def mesh(self) -> Mesh | None:
-        """What both models are split over; None on one device."""
-        return getattr(self.target, "mesh", None)
 
     @property
     def free(self) -> list[int]:

@@ -124,7 +124,7 @@ def _check_costs(costs: Any, widths: Iterable[int], widest: int) -> None:
         )
     for width, seconds in costs.items():
         number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-        if not number or not 0 < seconds < float("inf"):
+        if not number or not 0 < float(seconds) < float("inf"):
             raise ValueError(f"costs: expected seconds above 0, found {seconds!r} for {width}")
 
 

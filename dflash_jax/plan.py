@@ -300,8 +300,9 @@ def _compiled(target, draft, plan, batch, chunk, caches, state, layout) -> tuple
     mesh, prompt = getattr(target, "mesh", None), (_ints(batch, chunk), _ints(batch))
     if mesh is not None:
         places = jax.tree.map(partial(NamedSharding, mesh), layout)
-        at = loop.Caches(places.target, places.draft, NamedSharding(mesh, sharding.ROWS))
-        caches, state = jax.tree.map(_placed, (caches, state), (at, places))
+        state = jax.tree.map(_placed, state, places)
+        last = _placed(caches.last, NamedSharding(mesh, sharding.ROWS))
+        caches = loop.Caches(state.target, state.draft, last)
     implementation = {"implementation": plan.implementation}
     programs = (
         loop.prefill_chunk.lower(target, draft, caches, *prompt, **implementation),
@@ -311,7 +312,7 @@ def _compiled(target, draft, plan, batch, chunk, caches, state, layout) -> tuple
     return found[0].temp_size_in_bytes, found[1].temp_size_in_bytes
 
 
-def _placed(leaf: Any, place: NamedSharding) -> jax.ShapeDtypeStruct:
+def _placed(leaf: Any, place: NamedSharding) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place)
 
 

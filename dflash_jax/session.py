@@ -9,7 +9,6 @@ from typing import Any, TypedDict, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from dflash_jax import cost, hosted, loop, sharding
 from dflash_jax import kv as cache
@@ -36,6 +35,7 @@ from dflash_jax.propose import RowDraws
 from dflash_jax.results import Generation, books, check_faults, generation_of
 from dflash_jax.round import DecodeState, RoundPlan
 from dflash_jax.sampling import SamplingParams, kinds_of
+from dflash_jax.sharding import AnyMesh
 from dflash_jax.targets import AnyTarget
 from dflash_jax.window import Costs, DSparkVtPolicy, Meter
 
@@ -58,7 +58,7 @@ class SessionOptions(TypedDict, total=False):
     row_draws: RowDraws
     logprobs: bool
     implementation: Implementation
-    mesh: Mesh | None
+    mesh: AnyMesh | None
     check: bool
     accept: bool
 
@@ -166,7 +166,7 @@ class SpecSession:
         row_draws: RowDraws = "argmax",
         logprobs: bool = False,
         implementation: Implementation = None,
-        mesh: Mesh | None = None,
+        mesh: AnyMesh | None = None,
         check: bool = False,
         accept: bool = True,
     ):

@@ -26,6 +26,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+AnyMesh = Mesh | AbstractMesh
+"""Devices that are here, or that are planned with (`planned_mesh`)."""
 MODEL, DATA = "model", "data"
 ROWS = P(DATA)
 """An array whose first axis is the batch."""
@@ -46,7 +48,7 @@ rows (codebooks, Markov's w1, d2t).
 """
 PARTS = {"qkv": "attention", "o": "attention", "gate_up": "mlp", "down": "mlp", "fc": "fc"}
 """Leaves that are split together or not at all; a table is split by its own rows."""
-UNITS = {"q8_0": 32, "q4_0": 64}
+UNITS: dict[str | None, int] = {"q8_0": 32, "q4_0": 64}
 """Columns that are split in blocks: q4_0 keeps neighbouring blocks in halves of the same bytes."""
 
 
@@ -136,7 +138,7 @@ def _name(path: str) -> str:
     return parent if name in ("values", "scales") else name
 
 
-def specs(model: Any, mesh: Mesh | None = None) -> Any:
+def specs(model: Any, mesh: AnyMesh | None = None) -> Any:
     """A model's tree (arrays or `abstract`) with a `PartitionSpec` for each leaf; mesh: default its
     own.
     """
@@ -145,7 +147,7 @@ def specs(model: Any, mesh: Mesh | None = None) -> Any:
     return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
 
-def cache_specs(state: Any, config: Any, mesh: Mesh | None) -> Any:
+def cache_specs(state: Any, config: Any, mesh: AnyMesh | None) -> Any:
     """The tree of a cache: leaves `[B, kv_heads, slots, D]` are split as the heads are, all by
     sequence.
     """
@@ -154,7 +156,7 @@ def cache_specs(state: Any, config: Any, mesh: Mesh | None) -> Any:
     return jax.tree.map(lambda leaf: heads if leaf.ndim == 4 else ROWS, state)
 
 
-def whole_leaves(model: Any, mesh: Mesh) -> dict[str, str]:
+def whole_leaves(model: Any, mesh: AnyMesh) -> dict[str, str]:
     """What a mesh could split of a model and does not: a part's or table's name, and why."""
     count = mesh.shape[MODEL]
     found = undivided(model.config, count)
@@ -165,7 +167,7 @@ def whole_leaves(model: Any, mesh: Mesh) -> dict[str, str]:
     return found
 
 
-def check(model: Any, mesh: Mesh) -> None:
+def check(model: Any, mesh: AnyMesh) -> None:
     """Warn of what a mesh leaves whole (`model` may be `abstract`); ValueError where that is all of
     a target.
     """
@@ -186,12 +188,12 @@ def check(model: Any, mesh: Mesh) -> None:
     )
 
 
-def groups(mesh: Mesh | None) -> int:
+def groups(mesh: AnyMesh | None) -> int:
     """How many groups of devices share out the sequences of a batch: the data axis."""
     return 1 if mesh is None else mesh.shape[DATA]
 
 
-def check_batch(mesh: Mesh | None, batch: int, name: str = "batch") -> None:
+def check_batch(mesh: AnyMesh | None, batch: int, name: str = "batch") -> None:
     """ValueError where the mesh's data axis does not divide the number of sequences."""
     count = groups(mesh)
     if batch % count:
@@ -220,7 +222,7 @@ def share(model: Any) -> Any:
     )
 
 
-def one_device(tree: Any, tree_specs: Any, mesh: Mesh | None) -> Any:
+def one_device(tree: Any, tree_specs: Any, mesh: AnyMesh | None) -> Any:
     """The shapes and dtypes of what one device holds of a tree that is split by specs."""
     if mesh is None:
         return tree
@@ -275,7 +277,7 @@ def by_vocabulary(
     )(head, hidden)
 
 
-def divides(mesh: Mesh, rows: int) -> bool:
+def divides(mesh: AnyMesh, rows: int) -> bool:
     """Whether a table of so many rows, and logits over them, are split by vocabulary."""
     return rows % mesh.shape[MODEL] == 0
 
@@ -302,7 +304,7 @@ def by_group(body: Callable[..., Any], mesh: Mesh | None, *args: Any) -> Any:
     return jax.shard_map(body, mesh=mesh, in_specs=split, out_specs=ROWS, axis_names={DATA})(*args)
 
 
-def shard(model: Any, mesh: Mesh | AbstractMesh) -> Any:
+def shard(model: Any, mesh: AnyMesh) -> Any:
     """A model of one device, split over a mesh; see `check` for what that does not divide. Of an
     `abstract` model, for a plan, the same shapes that say where they lie.
     """
@@ -328,7 +330,7 @@ def shard(model: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.unflatten(jax.tree.structure(model), leaves).replace(mesh=mesh)
 
 
-def shard_pair(target: Any, draft: Any, mesh: Mesh | None) -> tuple[Any, Any]:
+def shard_pair(target: Any, draft: Any, mesh: AnyMesh | None) -> tuple[Any, Any]:
     """Target and drafter on a mesh, or as they are where it is None; `draft` may be None."""
     if mesh is not None:
         target, draft = shard(target, mesh), None if draft is None else shard(draft, mesh)
@@ -344,7 +346,7 @@ def check_pair(target: Any, draft: Any) -> None:
         )
 
 
-def _shape(mesh: Mesh | None) -> str:
+def _shape(mesh: AnyMesh | None) -> str:
     return "(one device)" if mesh is None else str(dict(mesh.shape))
 
 

@@ -51,7 +51,8 @@ def test_requests_get_what_they_get_alone_on_one_device():
     models, options = pair("dflash"), OPTIONS | COST
     expected = [alone(models, request, **options) for request in REQUESTS]
     assert len({width for result in expected for width in result[2]}) > 1
-    models = sharding.shard_pair(*models, sharding.make_mesh(2, data=2))
+    options["mesh"] = sharding.make_mesh(2, data=2)
+    models = sharding.shard_pair(*models, options["mesh"])
     assert served(*models, REQUESTS, 4, **options) == expected
     with compilations(0):
         assert served(*models, REQUESTS[::-1], 4, **options) == expected[::-1]
@@ -104,9 +105,9 @@ def test_a_joining_request_moves_nothing_between_devices():
 
 
 def test_the_data_axis_divides_the_slots():
-    models = sharding.shard_pair(*pair("dflash"), sharding.make_mesh(2, data=2))
+    mesh = sharding.make_mesh(2, data=2)
     with pytest.raises(ValueError, match=r"slots: expected a multiple of 2 \(data axis\), found 3"):
-        Slots(*models, 3, capacity=64)
+        Slots(*pair("dflash"), 3, capacity=64, mesh=mesh)
 
 
 @pytest.mark.slow
