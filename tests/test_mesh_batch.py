@@ -90,8 +90,11 @@ def test_a_joining_request_moves_nothing_between_devices():
     models = sharding.shard_pair(*pair("dflash"), sharding.make_mesh(2, data=2))
     rows = Slots(*models, 4, capacity=64)
     assert [rows.join(Request(PROMPT[:5], 40), n) for n in range(3)] == [0, 1, 2]
+    assert rows._state[0].done.tolist() == [False, False, False, True]
     held = [np.asarray(leaf) for leaf in jax.tree.leaves(rows._state)]
     rows.leave(2)
+    assert rows._state[0].done.tolist() == [False, False, True, True]
+    assert rows._state[0].done.sharding.spec == sharding.ROWS
     assert rows.join(Request(PROMPT[:5], 40), 2) == 2
     for before, leaf in zip(held, jax.tree.leaves(rows._state), strict=True):
         np.testing.assert_array_equal(before, leaf)

@@ -354,6 +354,10 @@ def test_what_the_devices_do_not_divide_is_whole_on_each_of_them(sizes, devices,
     found = generate(*split, PROMPT, 20)
     assert found.token_ids == expected.token_ids
     assert found.acceptance_lengths == expected.acceptance_lengths
+    taps = jnp.asarray(np.random.default_rng(0).normal(size=(1, 12, 32)), F32)
+    block = jnp.array([[7, 62, 62, 62]])
+    for a, b in zip(draft_once(*split, taps, block), draft_once(*models, taps, block), strict=True):
+        assert_close(a, b)
     for model, one in zip(split, models, strict=True):
         jax.tree.map(np.testing.assert_array_equal, sharding.whole(model), sharding.whole(one))
 
