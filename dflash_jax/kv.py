@@ -130,8 +130,15 @@ def reserve(slots: Slots, rows: int) -> jax.Array:
 
 
 def mark(slots: Slots, slot: jax.Array, pos: jax.Array) -> jax.Array:
-    """`slots.pos` with positions `pos [B, rows]` written from `slot [B]` on."""
-    return write_at(slots.pos, pos, slot, axis=1)
+    """`slots.pos` with positions `pos [B, rows]` written from `slot [B]` on.
+
+    Written as a choice for every slot: such choices become one GPU kernel with each other and with
+    what reads them, where updates in place are one each, and a copy where the old book lives on.
+    """
+    row = jnp.arange(slots.pos.shape[1])[None] - slot[:, None]
+    last = pos.shape[1] - 1
+    written = jnp.take_along_axis(pos, jnp.clip(row, 0, last), axis=1, mode="promise_in_bounds")
+    return jnp.where((row >= 0) & (row <= last), written, slots.pos)
 
 
 def context_end(slots: Slots, slot: jax.Array) -> jax.Array:

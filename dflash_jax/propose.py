@@ -16,7 +16,7 @@ from dflash_jax import markov, selector, sharding
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
-from dflash_jax.sampling import Filters, draw, filtered_probs
+from dflash_jax.sampling import Filters, draw, filtered_probs, first_false
 from dflash_jax.targets import Target
 
 RowDraws = Literal["argmax", "sample"]
@@ -76,10 +76,12 @@ def _own_logits(draft, head, hidden: jax.Array, implementation: Implementation) 
 def first_fault(logits: jax.Array) -> jax.Array:
     """`[B, rows, V]` -> `[B]`: the first row whose best logit is not finite, -1 if all are.
 
-    argmax picks a NaN where there is one, so the best logit alone tells.
+    argmax picks a NaN where there is one, so the best logit alone tells. Whoever has these rows'
+    argmax too has computed it once.
     """
-    bad = ~jnp.isfinite(jnp.max(logits, axis=-1))
-    return jnp.where(bad.any(axis=-1), jnp.argmax(bad, axis=-1), -1).astype(jnp.int32)
+    ids = jnp.argmax(logits, axis=-1, keepdims=True)
+    best = jnp.take_along_axis(logits, ids, axis=-1, mode="promise_in_bounds")[..., 0]
+    return first_false(jnp.isfinite(best))
 
 
 def propose(

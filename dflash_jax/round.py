@@ -18,7 +18,7 @@ from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ct
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV, write_at
 from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
-from dflash_jax.sampling import Sampler, shaped_logits
+from dflash_jax.sampling import Sampler, leading_count, shaped_logits
 from dflash_jax.targets import Target
 from dflash_jax.verify import decide_greedy, decide_sampled
 from dflash_jax.window import DSparkVtPolicy, Meter, choose_vt, cost_widths, metered
@@ -156,11 +156,10 @@ def clip_gain(
     """
     left = state.budget - state.emitted
     gain = jnp.minimum(accepted + 1, jnp.minimum(left, room))
-    rows = jnp.arange(tokens.shape[1])[None]
-    stop_ids = jnp.atleast_2d(stop_ids)[:, None]
-    stops = (tokens[..., None] == stop_ids).any(-1) & (rows < gain[:, None])
-    stopped = stops.any(axis=1)
-    gain = jnp.where(stopped, jnp.argmax(stops, axis=1) + 1, gain)
+    unlike = (tokens[..., None] != jnp.atleast_2d(stop_ids)[:, None]).all(-1)
+    before_stop = leading_count(unlike)
+    stopped = before_stop < gain
+    gain = jnp.minimum(gain, before_stop + 1)
     gain = jnp.where(state.done, 0, gain)
     done = state.done | stopped | (gain == left) | (gain == room)
     return gain.astype(jnp.int32), done

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dflash_jax.layers import along_last
+
 GREEDY_TEMPERATURE = 1e-5
 DIGIT = 4
 """Bits of a float that one step of `leading` settles."""
@@ -155,7 +157,21 @@ def rejection_accept_len(p: np.ndarray, q: np.ndarray, u: np.ndarray) -> int:
 
 def accept_len(p: jax.Array, q: jax.Array, u: jax.Array) -> jax.Array:
     """`rejection_accept_len` inside a compiled program: f32 in, exact comparisons, `[]` int32."""
-    return jnp.cumprod(product_below(u, q, p).astype(jnp.int32), axis=-1).sum(axis=-1)
+    return leading_count(product_below(u, q, p))
+
+
+def leading_count(flags: jax.Array) -> jax.Array:
+    """How many of `flags [..., n]` are true before the first that is not: `[...]` int32."""
+    count = flags.shape[-1]
+    place = along_last(np.arange(count, dtype=np.int32), flags.ndim)
+    # A minimum, where a running product and its sum would be two GPU kernels.
+    return jnp.min(jnp.where(flags, np.int32(count), place), axis=-1, initial=count)
+
+
+def first_false(flags: jax.Array) -> jax.Array:
+    """The first of `flags [..., n]` that is not true, -1 if all are: `[...]` int32."""
+    count = leading_count(flags)
+    return jnp.where(count < flags.shape[-1], count, -1)
 
 
 def product_below(a: jax.Array, b: jax.Array, c: jax.Array) -> jax.Array:
@@ -207,10 +223,20 @@ def uniform(seed: jax.Array, sequence: jax.Array, event: Event, position: jax.Ar
     Draft, accept, residual and bonus draws at one position are four different ones, and a request
     gets the same numbers alone, in a batch and in any slot.
     """
-    key = jax.random.key(seed, impl="threefry2x32")
-    for word in (sequence, EVENTS.index(event), position):
-        key = jax.random.fold_in(key, word)
-    return jax.random.uniform(key)
+    return _uniform_at(event_keys(seed, sequence)[EVENTS.index(event)], position)
+
+
+@jax.jit
+def event_keys(seed: jax.Array, sequence: jax.Array) -> jax.Array:
+    """A sequence's key for each of EVENTS, as data: uint32 `[events, 2]`."""
+    key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), sequence)
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    return jax.random.key_data(fold(key, jnp.arange(len(EVENTS))))
+
+
+def _uniform_at(key: jax.Array, position: jax.Array) -> jax.Array:
+    key = jax.random.wrap_key_data(key, impl="threefry2x32")
+    return jax.random.uniform(jax.random.fold_in(key, position))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -292,20 +318,18 @@ def kinds_of(params: Iterable[SamplingParams], more: Iterable[Kind] = ()) -> fro
 
 class Sampler(struct.PyTreeNode):
     """`SamplingParams` of `B` sequences on the device; `bias [B, V]` and `penalties` are None where
-    no sequence has any.
+    no sequence has any. keys `[B, events, 2]`: their seeds and sequence numbers, see `event_keys`.
     """
 
     filters: Filters
     penalties: Penalties | None
     bias: jax.Array | None
-    seed: jax.Array
-    sequence: jax.Array
+    keys: jax.Array
 
     def uniforms(self, event: Event, positions: jax.Array) -> jax.Array:
         """The draws of one event at `positions [B, n]`."""
-        over_positions = jax.vmap(uniform, in_axes=(None, None, None, 0))
-        over_batch = jax.vmap(over_positions, in_axes=(0, 0, None, 0))
-        return over_batch(self.seed, self.sequence, event, positions)
+        over_positions = jax.vmap(_uniform_at, in_axes=(None, 0))
+        return jax.vmap(over_positions)(self.keys[:, EVENTS.index(event)], positions)
 
 
 def make_sampler(
@@ -353,8 +377,8 @@ def make_sampler(
         filters = filters.replace(top_p=jnp.maximum(column("top_p"), jnp.finfo(jnp.float32).tiny))
     if "min_p" in kinds:
         filters = filters.replace(min_p=column("min_p"))
-    seed, sequence = column("seed", np.uint32), column("sequence", np.uint32)
-    return Sampler(filters, penalties, bias, seed, sequence)
+    keys = jax.vmap(event_keys)(column("seed", np.uint32), column("sequence", np.uint32))
+    return Sampler(filters, penalties, bias, keys)
 
 
 def shaped_logits(

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax import kernels, sharding
 from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
-from dflash_jax.sampling import GREEDY_TEMPERATURE, inverse_cdf
+from dflash_jax.sampling import GREEDY_TEMPERATURE, first_false, inverse_cdf
 from dflash_jax.sharding import DATA, MODEL
 
 MOST_CANDIDATES, MOST_ROWS = 64, 65535
@@ -140,8 +140,7 @@ def best_ids(
 
 def candidate_fault(unary: jax.Array) -> jax.Array:
     """First slot of `[..., nd, k]` that has a NaN or fewer than k finite candidates, -1 if none."""
-    bad = ~jnp.isfinite(unary).all(axis=-1)
-    return jnp.where(bad.any(axis=-1), jnp.argmax(bad, axis=-1), -1).astype(jnp.int32)
+    return first_false(jnp.isfinite(unary).all(axis=-1))
 
 
 def hidden_projection(head: DFlash2Head, hidden: jax.Array) -> jax.Array:

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.sampling import leading_count
+
 PolicyKind = Literal["fixed", "ladder", "confidence", "confidence-slot", "cost"]
 
 OPTIMISM, PRIOR = 0.8, 3.0
@@ -228,10 +230,8 @@ def dspark_accept_prefix(cand: jax.Array, vam: jax.Array, vt: jax.Array | int) -
     >>> int(dspark_accept_prefix(jnp.array([5, 6, 7, 9]), jnp.array([6, 7, 8, 1]), 4))
     2
     """
-    agree = cand[..., 1:] == vam[..., :-1]
-    slot = 1 + jax.lax.broadcasted_iota(jnp.int32, agree.shape, agree.ndim - 1)
-    agree = agree & (slot < jnp.asarray(vt)[..., None])
-    return jnp.cumprod(agree.astype(jnp.int32), axis=-1).sum(axis=-1)
+    agreed = leading_count(cand[..., 1:] == vam[..., :-1])
+    return jnp.clip(jnp.asarray(vt) - 1, 0, agreed)
 
 
 def dspark_confidence_vt(raws: jax.Array, tau: jax.Array | float, cap: int) -> jax.Array:
@@ -260,5 +260,4 @@ def _sigmoid(raws: jax.Array) -> jax.Array:
 
 
 def _window(keeps: jax.Array, cap: int) -> jax.Array:
-    kept = jnp.cumprod(keeps.astype(jnp.int32)).sum()
-    return jnp.clip(1 + kept, 2, max(cap, 2)).astype(jnp.int32)
+    return jnp.clip(1 + leading_count(keeps), 2, max(cap, 2))

@@ -23,6 +23,12 @@ from dflash_jax.sharding import ALONE, Sums
 from dflash_jax.targets import TargetOutput, check_taps
 
 
+SLOT_TILE = 128
+"""A cache has a multiple of this many slots. On a GPU, XLA cuts attention's sum over the slots into
+up to 16 parts of a multiple of 8, and pads K and V in every layer of every round where they do not
+come out even."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """Static geometry of a dense decoder.
@@ -138,6 +144,7 @@ class DenseTarget(struct.PyTreeNode):
     def init_state(self, batch: int, slots: int) -> DenseState:
         config = self.config
         sharding.check_batch(self.mesh, batch)
+        slots = -(-slots // SLOT_TILE) * SLOT_TILE
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
 
         def leaves() -> list[jax.Array]:
