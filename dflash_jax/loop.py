@@ -240,7 +240,8 @@ def start(
         assert sampler is not None
         # The prompt's last row stands where an anchor would: its next token is a bonus draw.
         cand = jnp.zeros_like(budget)[:, None]
-        decision = decide_sampled(None, cand, logits, jnp.ones_like(budget), sampler, state.len - 1)
+        ones, before, how = jnp.ones_like(budget), state.len - 1, plan.implementation
+        decision = decide_sampled(None, cand, logits, ones, sampler, before, how)
         anchor = decision.tokens[:, 0]
     else:
         anchor = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.sampling import Filters, draw, filtered_probs
 
@@ -131,18 +132,19 @@ def dspark_chain_sampled(
     filters: Filters,
     uniforms: jax.Array,
     target_ids: TargetIds = _same,
+    implementation: Implementation = None,
 ) -> Chain:
     """A chain drawn slot by slot from each corrected row's own filtered softmax.
 
     target_ids: as in `dspark_chain_greedy`. uniforms `[nd]` in [0, 1). Greedy where the filters'
-    temperature is at the greedy threshold.
+    temperature is at the greedy threshold. implementation: of the filters, see `sampling.leading`.
     """
 
     def step(carry, slot):
         prev, state = carry
         logits, row, u = slot
         bias, state = markov_bias(markov, prev, row, state)
-        q = filtered_probs(logits + bias, filters)
+        q = filtered_probs(logits + bias, filters, implementation)
         drawn = draw(q, u)
         token = target_ids(drawn)
         return (token, state), Chain(token, prev, q[drawn], q)

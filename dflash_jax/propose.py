@@ -101,7 +101,7 @@ def propose(
       filters, uniforms `[B, nd]`: None for greedy; else every draw is an inverse CDF of its law.
       row_draws: how plain DFlash rows are drawn when sampling. `argmax` (one-hot law) is the
         default, since independent draws make incoherent blocks; `sample` draws each row.
-      implementation: of top-k, walk and argmax; DSpark's chain has no kernel.
+      implementation: of top-k, walk, argmax and filters; DSpark's chain itself has no kernel.
 
     Non-finite logits are no error here: `Proposal.fault` names their slot. Raises
     NotImplementedError as `kernels.resolve` does.
@@ -109,7 +109,9 @@ def propose(
     if draft.dflash2 is not None:
         return _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementation)
     if draft.markov is not None:
-        proposal = _propose_chain(draft, logits, hidden, anchor, filters, uniforms)
+        proposal = _propose_chain(
+            draft, logits, hidden, anchor, filters, uniforms, implementation
+        )
     else:
         proposal = _propose_rows(draft, logits, filters, uniforms, row_draws, implementation)
     confidence = draft.confidence
@@ -189,7 +191,8 @@ def _propose_rows(draft, logits, filters, uniforms, row_draws, implementation) -
     if filters is None or row_draws == "argmax":
         tokens = propose_rows(draft, logits, implementation)
         return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), fault)
-    dense = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, filters)
+    law_of = partial(filtered_probs, implementation=implementation)
+    dense = jax.vmap(jax.vmap(law_of, in_axes=(0, None)))(logits, filters)
     ids = jax.vmap(jax.vmap(draw))(dense, uniforms)
     q_chosen = jnp.take_along_axis(dense, ids[..., None], axis=-1)[..., 0]
     return _with_law(draft, Proposal(_target_ids(draft, ids), q_chosen, fault), dense)
@@ -203,7 +206,7 @@ def _with_law(draft, proposal: Proposal, dense: jax.Array) -> Proposal:
     return proposal.replace(cand=jnp.broadcast_to(every, dense.shape), q_rows=dense)
 
 
-def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal:
+def _propose_chain(draft, logits, hidden, anchor, filters, uniforms, implementation) -> Proposal:
     """DSpark: each slot's logits corrected by the token before it."""
     fault = first_fault(logits)
     names = {"target_ids": partial(_target_ids, draft)}
@@ -212,7 +215,7 @@ def _propose_chain(draft, logits, hidden, anchor, filters, uniforms) -> Proposal
         walk = jax.vmap(walk, in_axes=(None, 0, 0, 0))
         chain = walk(draft.markov, logits, hidden, anchor)
         return Proposal(chain.tokens, chain.q_chosen, fault)
-    walk = partial(markov.dspark_chain_sampled, **names)
+    walk = partial(markov.dspark_chain_sampled, **names, implementation=implementation)
     walk = jax.vmap(walk, in_axes=(None, 0, 0, 0, 0, 0))
     chain = walk(draft.markov, logits, hidden, anchor, filters, uniforms)
     assert chain.q_rows is not None

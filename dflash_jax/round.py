@@ -285,7 +285,8 @@ def decide(state, proposal, cand, logits, width, plan):
     if plan.sampled:
         assert state.sampler is not None
         start = state.target.len
-        decision = decide_sampled(proposal, cand, logits, width, state.sampler, start)
+        sampler, how = state.sampler, plan.implementation
+        decision = decide_sampled(proposal, cand, logits, width, sampler, start, how)
     else:
         decision = decide_greedy(cand, logits, width)
     if history is not None:

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
+from dflash_jax import kernels
+from dflash_jax.kernels import Implementation
 from dflash_jax.layers import along_last
 
 GREEDY_TEMPERATURE = 1e-5
@@ -70,7 +72,9 @@ class Penalties(struct.PyTreeNode):
     last_n: jax.Array
 
 
-def filtered_probs(logits: jax.Array, filters: Filters) -> jax.Array:
+def filtered_probs(
+    logits: jax.Array, filters: Filters, implementation: Implementation = None
+) -> jax.Array:
     """Logits `[V]` (penalised and biased already) -> the law `[V]` a token is drawn from.
 
     top-k keeps exactly k, ties at the cut to the lower id. top-p keeps tokens while the
@@ -82,11 +86,11 @@ def filtered_probs(logits: jax.Array, filters: Filters) -> jax.Array:
     x = logits.astype(jnp.float32) / jnp.where(greedy, 1.0, filters.temperature)
     if filters.top_k is not None:
         k = jnp.where(filters.top_k <= 0, vocabulary, filters.top_k)
-        kept = leading(x, jnp.ones_like(x), k.astype(jnp.float32))
+        kept = leading(x, jnp.ones_like(x), k.astype(jnp.float32), implementation)
         x = jnp.where(kept | (k >= vocabulary), x, -jnp.inf)
     probs = jax.nn.softmax(x)
     if filters.top_p is not None:
-        kept = leading(x, probs, filters.top_p)
+        kept = leading(x, probs, filters.top_p, implementation)
         probs = jnp.where(kept | (filters.top_p >= 1), probs, 0.0)
     if filters.min_p is not None:
         probs = jnp.where(probs >= filters.min_p * probs.max(), probs, 0.0)
@@ -94,14 +98,21 @@ def filtered_probs(logits: jax.Array, filters: Filters) -> jax.Array:
     return jnp.where(greedy, best, probs / probs.sum())
 
 
-def leading(x: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
+def leading(
+    x: jax.Array, weight: jax.Array, limit: jax.Array, implementation: Implementation = None
+) -> jax.Array:
     """Mask `[V]` of the entries that, in descending order of `x [V]` (ties: lower index first),
     have less than `limit` of the non-negative `weight [V]` before them.
 
     Without a sort, which takes ten times as long: the last value that stays is found digit by
     digit, in the integers that order as floats do. In a fixed number of steps: before each step of
     a loop of unknown length, the host waits for a GPU to tell it whether to go on.
+
+    implementation: XLA unless the kernel is asked for. Raises NotImplementedError as
+    `kernels.resolve` does.
     """
+    if kernels.resolve(implementation, best="xla") == "pallas":
+        return kernels.kernel("leading").leading(x, weight, limit)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = np.uint32(1 << 31)
     key = jnp.where(bits >= sign, ~bits, bits | sign)
@@ -123,8 +134,8 @@ def leading(x: jax.Array, weight: jax.Array, limit: jax.Array) -> jax.Array:
 def inverse_cdf(probs: jax.Array, u: jax.Array) -> jax.Array:
     """First index with `u < cdf`, in the order of `probs [n]`; a residue goes to the likeliest."""
     # Summed in parallel, an f32 cdf of many entries may rise by a rounding where nothing is added.
-    above = (u < jnp.cumsum(probs)) & (probs > 0)
-    return jnp.where(above.any(), jnp.argmax(above), jnp.argmax(probs)).astype(jnp.int32)
+    first = leading_count(~((u < jnp.cumsum(probs)) & (probs > 0)))
+    return jnp.where(first < probs.size, first, jnp.argmax(probs)).astype(jnp.int32)
 
 
 draw = inverse_cdf

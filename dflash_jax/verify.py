@@ -1,10 +1,12 @@
 """The target's word on a round: from its logits an accepted prefix and the token after it."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from dflash_jax.kernels import Implementation
 from dflash_jax.propose import Proposal
 from dflash_jax.sampling import (
     Sampler,
@@ -39,14 +41,16 @@ def decide_sampled(
     width: jax.Array,
     sampler: Sampler,
     start: jax.Array,
+    implementation: Implementation = None,
 ) -> Decision:
     """Rejection sampling: the committed tokens follow the target's filtered law exactly.
 
     Args: logits `[B, w, V]`, penalised and biased; start `[B]`: position of the anchor. Draft j is
     accepted while u * q < p; the first rejection draws from norm(max(0, p - q)), a full window
-    draws the bonus token from p.
+    draws the bonus token from p. implementation: of the filters, see `sampling.leading`.
     """
-    probs = jax.vmap(jax.vmap(filtered_probs, in_axes=(0, None)))(logits, sampler.filters)
+    law_of = partial(filtered_probs, implementation=implementation)
+    probs = jax.vmap(jax.vmap(law_of, in_axes=(0, None)))(logits, sampler.filters)
     positions = start[:, None] + 1 + jnp.arange(cand.shape[1])[None]
     u_residual = sampler.uniforms("residual", positions)
     u_bonus = sampler.uniforms("bonus", positions)
