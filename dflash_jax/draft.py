@@ -28,6 +28,9 @@ from dflash_jax.selector import DFlash2Head
 from dflash_jax.sharding import ALONE, Sums
 
 Matrix = jax.Array | QuantizedLinear
+COLUMN_TILE = 128
+"""On a GPU, XLA cuts the sum of a product of few rows into up to 16 parts of a multiple of 8, and
+pads both factors where they do not come out even."""
 
 
 class DFlashLayer(struct.PyTreeNode):
@@ -72,6 +75,7 @@ class DFlashDraft(struct.PyTreeNode):
     the usual case.
     `markov` and `confidence` are DSpark's, `dflash2` is DFlash2's selector; None elsewhere.
     `mesh`: what it is split over, see `sharding`; None on one device.
+    `context_kv`: set by `for_rounds` alone.
     """
 
     layers: list[DFlashLayer]
@@ -84,6 +88,7 @@ class DFlashDraft(struct.PyTreeNode):
     dflash2: DFlash2Head | None
     config: DFlashConfig = struct.field(pytree_node=False)
     mesh: Mesh | None = struct.field(pytree_node=False, default=None)
+    context_kv: Matrix | None = None
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -213,6 +218,29 @@ def _identity_conv(conv: DFlash2Conv) -> DFlash2Conv:
     return DFlash2Conv(kernel, jnp.zeros_like(conv.kernel_projection))
 
 
+def for_rounds(draft: DFlashDraft) -> DFlashDraft:
+    """The drafter with what every round would make of its weights anew: `fc` in whole tiles of
+    columns, as GPU products want it, and all layers' k and v rows in one matrix `context_kv`.
+
+    For programs that run many rounds. On a mesh, the drafter as it is.
+    """
+    if draft.mesh is not None:
+        return draft
+    fc = draft.fc
+    if isinstance(fc, jax.Array):
+        fc = jnp.pad(fc, ((0, 0), (0, -fc.shape[1] % COLUMN_TILE)))
+    return draft.replace(fc=fc, context_kv=_context_rows(draft))
+
+
+def _context_rows(draft: DFlashDraft) -> Matrix:
+    """The k and v rows of every layer's `qkv`, `[layers * 2 * kv_heads * D, H]`."""
+
+    def stack(*leaves: jax.Array) -> jax.Array:
+        return jnp.concatenate([leaf[draft.config.q_size :] for leaf in leaves])
+
+    return jax.tree.map(stack, *(layer.qkv for layer in draft.layers))
+
+
 def ctx_features(
     draft: DFlashDraft, taps: jax.Array, implementation: Implementation = None
 ) -> jax.Array:
@@ -246,6 +274,9 @@ def ctx_features(
 
 def _ctx_features(draft, taps, implementation: Implementation, axis: str | None = None):
     rows = taps.astype(draft.dtype)
+    padding = draft.fc.shape[1] - rows.shape[-1]
+    if padding:  # see `for_rounds`
+        rows = jnp.pad(rows, [(0, 0)] * (rows.ndim - 1) + [(0, padding)])
     features = row_linear(rows, draft.fc, axis, implementation=implementation)
     return rms_norm(features, draft.hidden_norm, draft.config.rms_norm_eps)
 
@@ -357,9 +388,9 @@ def _ingest(draft, kv, feats, pos_new, count, implementation: Implementation) ->
         ring = ring.replace(pos=cache.mark(ring, ring_slot, held), next=ring_slot + count)
     cos, sin = rope_tables(config.rope, config.head_dim, pos_new)
     new_k, new_v = list(kv.k), list(kv.v)
-    for i, layer in enumerate(draft.layers):
+    rows_of = _context_kv(draft, feats, cos, sin, implementation)
+    for i, (k, v) in enumerate(rows_of):
         with jax.named_scope(f"ingest_{i}"):
-            k, v = context_kv(config, layer, feats, cos, sin, implementation)
             if order is not None and kv.ring_layers[i]:
                 new_k[i] = cache.gather_rows(kv.k[i], k, order)
                 new_v[i] = cache.gather_rows(kv.v[i], v, order)
@@ -511,3 +542,21 @@ def context_kv(
     projected = linear(feats, layer.qkv, first=config.q_size, implementation=implementation)
     k, v = jnp.split(projected.reshape(*projected.shape[:-1], -1, config.head_dim), 2, axis=-2)
     return apply_rope(rms_norm(k, layer.k_norm, config.rms_norm_eps), cos, sin), v
+
+
+def _context_kv(
+    draft: DFlashDraft,
+    feats: jax.Array,
+    cos: jax.Array,
+    sin: jax.Array,
+    implementation: Implementation,
+) -> list[tuple[jax.Array, jax.Array]]:
+    """`context_kv` of all layers, in one product: features are the same in each."""
+    config, layers = draft.config, len(draft.layers)
+    stacked = _context_rows(draft) if draft.context_kv is None else draft.context_kv
+    projected = linear(feats, stacked, implementation=implementation)
+    heads = (*feats.shape[:-1], layers, 2, config.num_key_value_heads, config.head_dim)
+    rows = projected.reshape(heads)
+    norms = jnp.stack([layer.k_norm for layer in draft.layers])[None, None, :, None]
+    k = rms_norm(rows[..., 0, :, :], norms, config.rms_norm_eps)
+    return [(apply_rope(k[:, :, i], cos, sin), rows[:, :, i, 1]) for i in range(layers)]

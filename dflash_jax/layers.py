@@ -55,10 +55,13 @@ def along_last(vector: jax.Array | np.ndarray, ndim: int) -> jax.Array | np.ndar
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
-    """`x / rms(x) * weight` over the last axis, statistics in f32, plain weights (not 1 + w)."""
+    """`x / rms(x) * weight` over the last axis, statistics in f32, plain weights (not 1 + w).
+
+    weight: `[n]`, or of x's axes where it differs along others than the last.
+    """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    return (x32 * scale).astype(x.dtype) * along_last(weight, x.ndim)
+    return (x32 * scale).astype(x.dtype) * (along_last(weight, x.ndim) if weight.ndim == 1 else weight)
 
 
 def swiglu(

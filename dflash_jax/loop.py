@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from dflash_jax import kv as cache
 from dflash_jax import sharding
-from dflash_jax.draft import DFlashDraft, ctx_features, ingest_ctx
+from dflash_jax.draft import DFlashDraft, ctx_features, for_rounds, ingest_ctx
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV
 from dflash_jax.propose import first_fault
@@ -297,6 +297,7 @@ def decode(
     A whole generation is one call with a large `max_rounds`; a stream calls the same compiled
     program with a small one. The caches in `state` are donated and updated in place.
     """
+    ready = None if draft is None else for_rounds(draft)
 
     def unfinished(carry: tuple[jax.Array, DecodeState]) -> jax.Array:
         taken, state = carry
@@ -307,7 +308,7 @@ def decode(
 
     def step(carry: tuple[jax.Array, DecodeState]) -> tuple[jax.Array, DecodeState]:
         taken, state = carry
-        return taken + 1, spec_round(target, draft, state, stop_ids, plan)
+        return taken + 1, spec_round(target, ready, state, stop_ids, plan)
 
     return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
