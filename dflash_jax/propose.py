@@ -109,9 +109,7 @@ def propose(
     if draft.dflash2 is not None:
         return _propose_path(draft, logits, hidden, anchor, filters, uniforms, implementation)
     if draft.markov is not None:
-        proposal = _propose_chain(
-            draft, logits, hidden, anchor, filters, uniforms, implementation
-        )
+        proposal = _propose_chain(draft, logits, hidden, anchor, filters, uniforms, implementation)
     else:
         proposal = _propose_rows(draft, logits, filters, uniforms, row_draws, implementation)
     confidence = draft.confidence

@@ -1,5 +1,4 @@
-"""Which entries lead a row, for top-k and top-p: `sampling.leading` in eight launches, many programs
-a row.
+"""Which entries lead a row, for top-k and top-p: eight launches of many programs a row.
 
 The last value that stays is found digit by digit, in the integers that order as floats do. Every
 launch sums a chunk of the row a program: for each value that the next digit may take, the weight of
@@ -36,8 +35,9 @@ SIGN = np.uint32(1 << 31)
 def leading(
     x: jax.Array, weight: jax.Array, limit: jax.Array, *, warps: int = 4, interpret: bool = False
 ) -> jax.Array:
-    """Mask `[V]` of the entries that, in descending order of `x [V]` (f32; ties: lower index first),
-    have less than `limit []` of the non-negative `weight [V]` (f32) before them.
+    """`sampling.leading` of a row: mask `[V]` of the entries that, in descending order of `x [V]`
+    (ties: lower index first), have less than `limit []` of the non-negative `weight [V]` before
+    them. All f32.
     """
     chunk = max(TILE, pl.next_power_of_2(pl.cdiv(x.shape[0], CHUNKS)))
     chunks = pl.cdiv(x.shape[0], chunk)
@@ -54,7 +54,7 @@ def leading(
 
     found, shift, known = (), 32, None
     for bits in DIGITS:
-        before, shift = (known, bits), shift - bits
+        shift -= bits
         kernel = functools.partial(_digit_kernel, chunk=chunk, known=known, shift=shift)
         sums, low = ((chunks, 1 << bits), jnp.float32), ((1,), jnp.uint32)
         found, known = launch(kernel, "leading_digit", (sums, low), *found), shift
@@ -124,6 +124,5 @@ def _entries(x, weight, ids):
     live = ids < x.shape[0]
     values = plgpu.load(x.at[ids], mask=live, other=0.0)
     bits = jax.lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
-    return jnp.where(bits >= SIGN, ~bits, bits | SIGN), plgpu.load(
-        weight.at[ids], mask=live, other=0.0
-    )
+    key = jnp.where(bits >= SIGN, ~bits, bits | SIGN)
+    return key, plgpu.load(weight.at[ids], mask=live, other=0.0)

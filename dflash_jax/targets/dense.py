@@ -22,7 +22,6 @@ from dflash_jax.layers import linear, rms_norm, rope_tables, row_linear, swiglu
 from dflash_jax.sharding import ALONE, Sums
 from dflash_jax.targets import TargetOutput, check_taps
 
-
 SLOT_TILE = 128
 """A cache has a multiple of this many slots. On a GPU, XLA cuts attention's sum over the slots into
 up to 16 parts of a multiple of 8, and pads K and V in every layer of every round where they do not
