@@ -219,15 +219,15 @@ def _identity_conv(conv: DFlash2Conv) -> DFlash2Conv:
 
 
 def for_rounds(draft: DFlashDraft) -> DFlashDraft:
-    """The drafter with what every round would make of its weights anew: `fc` in whole tiles of
-    columns, as GPU products want it, and all layers' k and v rows in one matrix `context_kv`.
+    """The drafter with what every round would make of its weights anew: all layers' k and v rows in
+    one matrix `context_kv` and, for a GPU, `fc` in whole tiles of columns.
 
     For programs that run many rounds. On a mesh, the drafter as it is.
     """
     if draft.mesh is not None:
         return draft
     fc = draft.fc
-    if isinstance(fc, jax.Array):
+    if isinstance(fc, jax.Array) and kernels.device_refusal() is None:
         fc = jnp.pad(fc, ((0, 0), (0, -fc.shape[1] % COLUMN_TILE)))
     return draft.replace(fc=fc, context_kv=_context_rows(draft))
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from targets import F32, SLIDING, TINY, random_tree, tiny_draft
 
-from dflash_jax import ctx_features, forward, forward_block, forward_round, ingest_ctx
+from dflash_jax import ctx_features, forward, forward_block, forward_round, ingest_ctx, kernels
 from dflash_jax import kv as cache
 from dflash_jax.attention import ABSENT
-from dflash_jax.draft import abstract, context_kv, init_draft
+from dflash_jax.draft import abstract, context_kv, for_rounds, init_draft
 from dflash_jax.layers import rope_tables
 
 BLOCK = TINY.block_size
@@ -131,6 +131,23 @@ def held_rows_are_those_of_the_features(draft, kv, features):
         fresh = jax.jit(context_kv, static_argnums=0)(config, layer, features, cos, sin)
         for leaf, expected in zip((kv.k[i], kv.v[i]), fresh, strict=True):
             close(np.asarray(leaf)[0][:, slots].swapaxes(0, 1), np.asarray(expected)[held[slots]])
+
+
+@pytest.mark.parametrize("precision", [None, "int8"])
+def test_weights_laid_out_for_many_rounds_feed_the_drafter_alike(monkeypatch, precision):
+    """As on a GPU: `fc` of 64 columns in a tile of 128, all layers' k and v rows in one matrix."""
+    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    config = dataclasses.replace(TINY, precision=precision)
+    draft = random_tree(abstract(config, F32), 1, scale=30.0 if precision else 0.3)
+    ready = for_rounds(draft)
+    assert ready.fc.shape == (32, TINY.tap_size if precision else 128)
+    assert ready.context_kv.shape == (2 * 2 * config.kv_size, 32)
+    feed = jax.jit(partial(ingest_ctx, implementation="xla"))
+    taps, pos = jnp.asarray(rows(5, TINY.tap_size)), jnp.arange(5)
+    features = [ctx_features(d, taps, "xla") for d in (draft, ready)]
+    close(*features)
+    fed = [feed(d, cache.allocate(config, 1, 8, F32), features[0], pos) for d in (draft, ready)]
+    jax.tree.map(np.testing.assert_array_equal, *fed)
 
 
 @pytest.mark.parametrize("name", ["full", "sliding_and_full"])
