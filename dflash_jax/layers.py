@@ -61,8 +61,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    weight = along_last(weight, x.ndim) if weight.ndim == 1 else weight
-    return (x32 * scale).astype(x.dtype) * weight
+    scaled = (x32 * scale).astype(x.dtype)
+    return scaled * (along_last(weight, x.ndim) if weight.ndim == 1 else weight)
 
 
 def swiglu(

@@ -58,7 +58,7 @@ def leading(
         kernel = functools.partial(_digit_kernel, chunk=chunk, known=known, shift=shift)
         sums, low = ((chunks, 1 << bits), jnp.float32), ((1,), jnp.uint32)
         found, known = launch(kernel, "leading_digit", (sums, low), *found), shift
-    ends = functools.partial(_ends_kernel, chunk=chunk, known=known)
+    ends = functools.partial(_ends_kernel, chunk=chunk)
     outputs = (((chunks, 2), jnp.float32), ((1,), jnp.uint32))
     found = launch(ends, "leading_ends", outputs, *found)
     mask = functools.partial(_mask_kernel, chunk=chunk)
@@ -82,11 +82,11 @@ def _digit_kernel(x, weight, limit, *rest, chunk: int, known: int | None, shift:
     plgpu.store(sums.at[part, jnp.arange(sums.shape[1])], jnp.sum(total, axis=0))
 
 
-def _ends_kernel(x, weight, limit, *rest, chunk: int, known: int):
+def _ends_kernel(x, weight, limit, *rest, chunk: int):
     """A chunk's weight above the last value that stays, and its weight at that value."""
     *found, ends, lasts = rest
     part = pl.program_id(0)
-    last = _low(limit, found, known)
+    last = _low(limit, found, 0)
     plgpu.store(lasts.at[jnp.arange(1)], last[None])
     key, weights = _entries(x, weight, part * chunk + jnp.arange(chunk))
     ends[part, 0] = jnp.sum(jnp.where(key > last, weights, 0.0))
