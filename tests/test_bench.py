@@ -315,12 +315,12 @@ def once(work, name):
 @pytest.mark.parametrize("name", ["attention", "verify_attention"])
 def test_without_attention_no_cache_is_read_but_every_projection_made(name):
     work = tiny_workload()
-    poisoned = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), work.state.draft.k)
     whole = bench_stages.DIFFERENCES[name].stage
-    state = work.state.replace(
-        draft=work.state.draft.replace(k=poisoned),
-        target=work.state.target.replace(k=poisoned),
-    )
+
+    def poisoned(held):
+        return held.replace(k=jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), held.k))
+
+    state = work.state.replace(draft=poisoned(work.state.draft), target=poisoned(work.state.target))
     work = dataclasses.replace(work, state=state)
 
     def finite(stage):

@@ -195,9 +195,9 @@ def q_is_not_the_sampled_law(patch):
 
 def shared_uniforms(patch):
     """One number a position, for draft, accept, residual and bonus alike."""
-    by_event = sampling.uniform
+    by_event = sampling.Sampler.uniforms
     patch.setattr(
-        sampling, "uniform", lambda seed, seq, event, pos: by_event(seed, seq, "draft", pos)
+        sampling.Sampler, "uniforms", lambda self, event, pos: by_event(self, "draft", pos)
     )
 
 
