@@ -291,18 +291,22 @@ def test_sampling_flags(cli):
 
 
 def test_two_processes_give_the_same_tokens():
-    """Nothing hangs on a process: not its hash seed, nor what it ran before."""
-    arguments = command("--temperature", 0.9, "--seed", 3, "--json", draft="dspark", count=16)
+    """Nothing hangs on a process, such as its hash seed."""
+    arguments = command("--temperature", 0.9, "--seed", 3, "--json", "--no-compile-cache", count=16)
     code = "import sys; from dflash_jax.cli import main; sys.exit(main(sys.argv[1:]))"
 
-    def tokens(seed):
+    def start(seed):
         env = {**os.environ, "PYTHONHASHSEED": seed, "JAX_PLATFORMS": "cpu"}
-        asked = [sys.executable, "-c", code, *arguments, "--no-compile-cache"]
-        done = subprocess.run(asked, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout)["token_ids"]
+        asked = [sys.executable, "-c", code, *arguments]
+        return subprocess.Popen(asked, env=env, stdout=subprocess.PIPE, text=True)
 
-    assert tokens("1") == tokens("2")
+    tokens = []
+    for process in [start("1"), start("2")]:
+        out, _ = process.communicate()
+        assert process.returncode == 0
+        tokens.append(json.loads(out)["token_ids"])
+    assert tokens[0] == tokens[1]
+    assert len(tokens[0]) == 16
 
 
 def test_greedy_penalties(cli):
