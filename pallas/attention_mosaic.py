@@ -1,0 +1,487 @@
+"""Fused block attention for Hopper: `attention.append_and_attend` in one launch, through Mosaic GPU.
+
+A cluster of eight blocks takes one kv head of one sequence. Block `i` takes the key tiles `i`,
+`i + 8`, .. of those present, each copied asynchronously into shared memory ahead of its turn, and
+keeps their partial sums in f32. Then the blocks of the cluster exchange partial sums, and each
+merges a share of the head's columns: what costs a second launch elsewhere is a barrier here.
+
+Tiles stand at fixed slots and always go to the same block in the same order, and the block's own
+rows are read from their slots like any others: a row's sums do not depend on where its block began,
+which a target's rows must not, see `attention`. So own rows are written first. Whoever owns a tile
+that holds some of them writes them all, before it asks for that tile: the copies agree to the bit,
+and no block waits for another.
+
+Query rows stand head by head, each head's rows padded to a multiple of eight: 64 of them, which is
+what a warpgroup's product takes, hold 16 rows of four heads.
+"""
+
+import dataclasses
+import math
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from dflash_jax.attention import BlockPlace, HeadNorms
+from dflash_jax.kv import ABSENT
+
+SPLITS = 8
+"""Blocks of a cluster: the most that every Hopper can place."""
+KEYS = 64
+"""Rows of a tile."""
+QUERIES = 64
+"""Query rows of a block, padding included."""
+MAX_ROWS = QUERIES
+"""Most rows of a block of the sequence."""
+HEAD_DIMS = (64, 128)
+
+_LEAST = float(jnp.finfo(jnp.float32).min)
+_LOG2_E = math.log2(math.e)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiling:
+    """stages: tiles of K and V in flight or in use in one block's shared memory, 32 KB each at head
+    dim 128; the fifth leaves room for a second block on few multiprocessors only.
+    """
+
+    stages: int = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Spec:
+    """Static numbers of one call."""
+
+    batch: int
+    rows: int
+    heads: int
+    kv_heads: int
+    dim: int
+    slots: int
+    stages: int
+    normed: bool
+    eps: float
+    causal: bool
+    window: int | None
+    ring: bool
+    interpret: bool
+
+    @property
+    def groups(self) -> int:
+        """Query heads of a kv head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def pitch(self) -> int:
+        """Query rows from one head to the next: copies begin at multiples of 128 bytes."""
+        return -(-self.rows // 8) * 8
+
+    @property
+    def held(self) -> int:
+        """Query heads of one block: as many as fit, shared out evenly."""
+        fit = QUERIES // self.pitch
+        return max(n for n in range(1, self.groups + 1) if self.groups % n == 0 and n <= fit)
+
+    @property
+    def half(self) -> int:
+        return self.dim // 2
+
+    @property
+    def columns(self) -> int:
+        """Of the head, that one block merges."""
+        return self.dim // SPLITS
+
+
+def refusal(qkv: jax.Array, rows: int, dim: int, cache_dtype: jnp.dtype) -> str | None:
+    """Why the kernel cannot take a block of `rows` rows, None where it can."""
+    if not hasattr(plgpu, "kernel") or not hasattr(jax, "new_ref"):
+        return f"jax: expected 0.11 or newer, found {jax.__version__}"
+    if qkv.dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
+        return f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache_dtype}"
+    if dim not in HEAD_DIMS:
+        return f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
+    if rows > MAX_ROWS:
+        return f"rows: expected {MAX_ROWS} or fewer, found {rows}"
+    return None
+
+
+@partial(jax.jit, static_argnames=("eps", "causal", "window", "tiling", "interpret"))
+def append_and_attend(
+    qkv: jax.Array,
+    norms: HeadNorms,
+    eps: float,
+    place: BlockPlace,
+    k_cache: jax.Array,
+    v_cache: jax.Array,
+    *,
+    causal: bool,
+    window: int | None,
+    tiling: Tiling | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The kernel of `dflash_jax.attention.append_and_attend`, same arguments and results.
+
+    bf16 alone, see `refusal`. The caches are updated in place where the caller gives them up. The
+    result depends neither on the cache's capacity nor on what lies in empty slots.
+    """
+    batch, rows, width = qkv.shape
+    _, kv_heads, slots, dim = k_cache.shape
+    spec = _Spec(
+        batch=batch,
+        rows=rows,
+        heads=width // dim - 2 * kv_heads,
+        kv_heads=kv_heads,
+        dim=dim,
+        slots=slots,
+        stages=(tiling or Tiling()).stages,
+        normed=norms is not None,
+        eps=eps,
+        causal=causal,
+        window=window,
+        ring=place.ring,
+        interpret=interpret,
+    )
+    # The same for all layers that share a book: made once for all of them.
+    tables = [_by_query(spec, x) for x in (place.cos, place.sin, place.q_pos)]
+    inputs = [*tables, place.k_pos.reshape(-1), place.slot, place.end, *(norms or ())]
+    k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
+    out, *_ = _launch(spec)(qkv, *inputs, k_ref, v_ref)
+    return out, jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+def _by_query(spec: _Spec, table: jax.Array) -> jax.Array:
+    """`[B, rows, ..]` -> `[B, QUERIES, ..]`: a row's numbers for each query row of a block."""
+    rest = [(0, 0)] * (table.ndim - 2)
+    padded = jnp.pad(table, ((0, 0), (0, spec.pitch - spec.rows), *rest))
+    tiled = jnp.concatenate([padded] * spec.held, axis=1)
+    return jnp.pad(tiled, ((0, 0), (0, QUERIES - tiled.shape[1]), *rest))
+
+
+def _launch(spec: _Spec):
+    """The kernel's call: (qkv, tables, norms, caches as references) -> out and partial sums."""
+    lead = (spec.batch, spec.kv_heads, spec.groups // spec.held)
+    sums = (*lead, SPLITS, QUERIES)
+    shapes = [
+        jax.ShapeDtypeStruct((spec.batch, spec.rows, spec.heads * spec.dim), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*sums, spec.dim), jnp.float32),
+        jax.ShapeDtypeStruct(sums, jnp.float32),
+        jax.ShapeDtypeStruct(sums, jnp.float32),
+    ]
+    # A tile row of one half of the head: rotary halves are stored apart.
+    swizzled = (
+        plgpu.TilingTransform((8, spec.half)),
+        plgpu.SwizzleTransform(spec.dim),
+    )
+    tiles = plgpu.SMEM((spec.stages, KEYS, spec.dim), jnp.bfloat16, transforms=swizzled)
+    scratch = dict(
+        raw=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16),
+        own_k=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16),
+        own_v=plgpu.SMEM((spec.rows, spec.dim), jnp.bfloat16),
+        q=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16, transforms=swizzled),
+        k=tiles,
+        v=tiles,
+        places=plgpu.SMEM((spec.stages, KEYS), jnp.int32),
+        merged=plgpu.SMEM((QUERIES, spec.columns), jnp.bfloat16),
+        raw_here=plgpu.Barrier(num_arrivals=spec.held),
+        own_here=plgpu.Barrier(num_arrivals=2),
+        tile_here=plgpu.Barrier(num_arrivals=3, num_barriers=spec.stages),
+        summed=plgpu.ClusterBarrier(collective_axes=("split",)),
+    )
+    if spec.interpret:
+        weights = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        scratch["weights"] = plgpu.SMEM((QUERIES, KEYS), jnp.bfloat16, transforms=weights)
+    return plgpu.kernel(
+        partial(_kernel, spec),
+        out_type=shapes,
+        scratch_types=scratch,
+        grid=lead,
+        grid_names=("batch", "kv_head", "part"),
+        cluster=(SPLITS,),
+        cluster_names=("split",),
+        num_threads=1,
+        thread_name="warpgroup",
+        kernel_name="block_attention_mosaic",
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore") if spec.interpret else None,
+    )
+
+
+def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
+    norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
+    k_cache, v_cache, out, *sums = refs
+    batch, kv_head, part, split = (
+        jax.lax.axis_index(name) for name in ("batch", "kv_head", "part", "split")
+    )
+    at = _Scratch(**scratch)
+    qkv, cos, sin, q_pos, out = (x.at[batch] for x in (qkv, cos, sin, q_pos, out))
+    k_cache, v_cache = (x.at[batch, kv_head] for x in (k_cache, v_cache))
+    sums = [x.at[batch, kv_head, part] for x in sums]
+    head = kv_head * spec.groups + part * spec.held
+    for i in range(spec.held):
+        plgpu.copy_gmem_to_smem(
+            qkv.at[:, pl.ds((head + i) * spec.dim, spec.dim)],
+            at.raw.at[pl.ds(i * spec.pitch, spec.rows)],
+            at.raw_here,
+        )
+    share = _share(spec, slot[batch], end[batch], split)
+
+    def fetch(step, stage):
+        tile = share.tile(step)
+        rows = pl.ds(tile * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(k_cache.at[rows], at.k.at[stage], at.tile_here.at[stage])
+        plgpu.copy_gmem_to_smem(v_cache.at[rows], at.v.at[stage], at.tile_here.at[stage])
+        places = pl.ds(batch * spec.slots + tile * KEYS, KEYS)
+        plgpu.copy_gmem_to_smem(k_pos.at[places], at.places.at[stage], at.tile_here.at[stage])
+
+    def fetch_first(own: bool):
+        for step in range(spec.stages):
+            pl.when((step < share.steps) & (share.owned(step) == own))(partial(fetch, step, step))
+
+    @pl.when(share.owns)
+    def _():
+        for x, ref in ((0, at.own_k.at[pl.ds(0, spec.rows)]), (spec.kv_heads, at.own_v)):
+            column = (spec.heads + x + kv_head) * spec.dim
+            plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(column, spec.dim)], ref, at.own_here)
+
+    fetch_first(own=False)
+    tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
+    plgpu.barrier_wait(at.raw_here)
+    _rotate(spec, at.raw, at.q, norms[0], tables)
+
+    @pl.when(share.owns)
+    def _():
+        plgpu.barrier_wait(at.own_here)
+        _rotate(spec, at.own_k, at.own_k, norms[1], tables)
+        plgpu.commit_smem()
+        rows = pl.ds(share.slot, spec.rows)
+        plgpu.copy_smem_to_gmem(at.own_k.at[pl.ds(0, spec.rows)], k_cache.at[rows])
+        plgpu.copy_smem_to_gmem(at.own_v, v_cache.at[rows])
+        plgpu.wait_smem_to_gmem(0)
+        fetch_first(own=True)
+
+    plgpu.commit_smem()
+    mine = _attend(spec, at, share, _load(q_pos, _DOWN), fetch)
+    for x, ref in zip(mine, sums, strict=True):
+        ref.at[split][...] = x
+    _fence()
+    plgpu.barrier_arrive(at.summed)
+    plgpu.barrier_wait(at.summed)
+    _fence()
+    at.merged[...] = _merge(spec, sums, split * spec.columns).astype(jnp.bfloat16)
+    plgpu.commit_smem()
+    for i in range(spec.held):
+        column = (head + i) * spec.dim + split * spec.columns
+        plgpu.copy_smem_to_gmem(
+            at.merged.at[pl.ds(i * spec.pitch, spec.rows)], out.at[:, pl.ds(column, spec.columns)]
+        )
+    plgpu.wait_smem_to_gmem(0)
+
+
+_DOWN = plgpu.Layout.WGMMA.reduce(1)
+"""Of one number a row of a product; `_ACROSS`: one a column."""
+_ACROSS = plgpu.Layout.WGMMA.reduce(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scratch:
+    """References to a block's shared memory.
+
+    raw, own_k, own_v: projected rows; q: query rows as a factor; k, v, places: tiles; merged: its
+    share of the result; weights: of the values, interpreted alone. The barriers: what has come.
+    """
+
+    raw: jax.Ref
+    own_k: jax.Ref
+    own_v: jax.Ref
+    q: jax.Ref
+    k: jax.Ref
+    v: jax.Ref
+    places: jax.Ref
+    merged: jax.Ref
+    raw_here: jax.Ref
+    own_here: jax.Ref
+    tile_here: jax.Ref
+    summed: jax.Ref
+    weights: jax.Ref | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Share:
+    """What one block of the cluster reads.
+
+    slot: the block's rows go there; first, limit: slots that may hold visible rows, own ones among
+    them; begin: its first tile; steps: how many; owns: whether any of them holds own rows.
+    """
+
+    rows: int
+    slot: jax.Array
+    first: jax.Array
+    limit: jax.Array
+    begin: jax.Array
+    steps: jax.Array
+    owns: jax.Array
+
+    def tile(self, step):
+        return self.begin + step * SPLITS
+
+    def owned(self, step):
+        """Whether the tile of this step holds own rows."""
+        start = self.tile(step) * KEYS
+        return (start < self.slot + self.rows) & (start + KEYS > self.slot)
+
+
+def _share(spec: _Spec, slot, end, split) -> _Share:
+    # Inside the cache whatever was given: a slice update moves back where its rows do not fit.
+    slot, end = jnp.minimum(slot, spec.slots - spec.rows), jnp.minimum(end, spec.slots)
+    first, limit = jnp.int32(0), jnp.maximum(end, slot + spec.rows)
+    if spec.window is not None and not spec.ring:
+        # Positions ascend from slot to slot, by one or more.
+        first = jnp.maximum(slot - (spec.window - 1), 0)
+    start = _div(first, KEYS)
+    begin = start + jax.lax.rem(split + SPLITS - jax.lax.rem(start, SPLITS), SPLITS)
+    steps = _div(jnp.maximum(_div(limit + KEYS - 1, KEYS) - begin + SPLITS - 1, 0), SPLITS)
+    # Own rows lie in neighbouring tiles, fewer than the cluster has blocks.
+    low, high = _div(slot, KEYS), _div(slot + spec.rows - 1, KEYS)
+    owns = (jax.lax.rem(low, SPLITS) == split) | (jax.lax.rem(high, SPLITS) == split)
+    return _Share(spec.rows, slot, first, limit, begin, steps, owns)
+
+
+def _div(a, b: int):
+    return jax.lax.div(a, jnp.int32(b))
+
+
+def _load(ref, layout):
+    return plgpu.load(ref, layout=layout, optimized=False)
+
+
+def _spread(x, shape, axis: int):
+    """A number a row (`axis` 0) or column (1), over the whole matrix."""
+    return jax.lax.broadcast_in_dim(x, shape, (axis,))
+
+
+def _rotate(spec: _Spec, raw, ref, norm, tables):
+    """Projected heads `raw [QUERIES, D]`, normed and roped, into `ref`."""
+    halves = [pl.ds(i * spec.half, spec.half) for i in range(2)]
+    a, b = (_load(raw.at[:, at], plgpu.Layout.WGMMA).astype(jnp.float32) for at in halves)
+    cos, sin = tables
+    if norm is not None:
+        mean = (jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / spec.dim)
+        scale = _spread(jax.lax.rsqrt(mean + spec.eps), a.shape, 0)
+        weights = [_spread(_load(norm.at[at], _ACROSS), a.shape, 1) for at in halves]
+        # Rounded where the reference rounds.
+        a, b = (
+            ((x * scale).astype(jnp.bfloat16) * w).astype(jnp.float32)
+            for x, w in zip((a, b), weights, strict=True)
+        )
+    for at, x in zip(halves, (a * cos - b * sin, b * cos + a * sin), strict=True):
+        ref[:, at] = x.astype(jnp.bfloat16)
+
+
+def _attend(spec: _Spec, at: _Scratch, share: _Share, q_pos, fetch):
+    """This block's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`."""
+
+    def step(i, state):
+        stage = jax.lax.rem(i, jnp.int32(spec.stages))
+        plgpu.barrier_wait(at.tile_here.at[stage])
+        start = share.tile(i) * KEYS
+
+        def places(layout):
+            slots = start + plgpu.layout_cast(jnp.arange(KEYS, dtype=jnp.int32), layout)
+            here = (slots >= share.first) & (slots < share.limit)
+            return jnp.where(here, _load(at.places.at[stage], layout), ABSENT)
+
+        @pl.when(spec.ring | (start < share.first) | (start + KEYS > share.limit))
+        def _():
+            # 0 * NaN is NaN: of an empty slot, not even a zero weight may meet the value.
+            held = _spread(places(_DOWN), (KEYS, spec.dim), 0) != ABSENT
+            v = plgpu.load(at.v.at[stage], layout=plgpu.Layout.WGMMA)
+            at.v.at[stage][...] = jnp.where(held, v, jnp.zeros_like(v))
+            plgpu.commit_smem()
+
+        state = _accumulate(spec, at, q_pos, places(_ACROSS), stage, state)
+        pl.when(i + spec.stages < share.steps)(partial(fetch, i + spec.stages, stage))
+        return state
+
+    state = (
+        _full((QUERIES, spec.dim), 0.0, plgpu.Layout.WGMMA),
+        _full((QUERIES,), _LEAST, _DOWN),
+        _full((QUERIES,), 0.0, _DOWN),
+    )
+    return jax.lax.fori_loop(0, share.steps, step, state)
+
+
+def _full(shape, value: float, layout):
+    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def _accumulate(spec: _Spec, at: _Scratch, q_pos, k_pos, stage, state):
+    """Online softmax: weighted values, running maximum and sum of weights, one tile further."""
+    acc, top, total = state
+    shape = (QUERIES, KEYS)
+    scores = _product(at.q, at.k.at[stage].transpose((1, 0)), shape)
+    # Powers of two are what the hardware has: the factor of e goes into the scale.
+    scores = scores * (spec.dim**-0.5 * _LOG2_E)
+    seen = _spread(k_pos, shape, 1)
+    mask = seen != ABSENT
+    if spec.causal or spec.window is not None:
+        distance = _spread(q_pos, shape, 0) - seen
+    if spec.causal:
+        mask = mask & (distance >= 0)
+    if spec.window is not None:
+        mask = mask & (distance < spec.window) & (distance > -spec.window)
+    scores = jnp.where(mask, scores, _LEAST)
+    higher = jnp.maximum(top, jnp.max(scores, axis=1))
+    weights = jnp.where(mask, jnp.exp2(scores - _spread(higher, shape, 0)), 0.0)
+    fade = jnp.exp2(top - higher)
+    total = total * fade + jnp.sum(weights, axis=1)
+    weights = weights.astype(jnp.bfloat16)
+    if spec.interpret:
+        # Interpreted, both factors have to lie in shared memory.
+        at.weights[...] = weights
+        weights = at.weights
+    values = _product(weights, at.v.at[stage], acc.shape)
+    return acc * _spread(fade, acc.shape, 0) + values, higher, total
+
+
+def _product(a, b, shape):
+    """a times b in f32 `shape`, awaited."""
+
+    def run(acc):
+        plgpu.wgmma(acc, a, b)
+        return acc[...]
+
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+
+
+def _merge(spec: _Spec, sums, column):
+    """Attended rows `[QUERIES, columns]`, columns `column ..` of the head, of all blocks' sums."""
+    acc, top, total = sums
+    shape = (QUERIES, spec.columns)
+    tops = [_load(top.at[i], _DOWN) for i in range(SPLITS)]
+    totals = [_load(total.at[i], _DOWN) for i in range(SPLITS)]
+    parts = [
+        _load(acc.at[i, :, pl.ds(column, spec.columns)], plgpu.Layout.WGMMA) for i in range(SPLITS)
+    ]
+    highest = tops[0]
+    for x in tops[1:]:
+        highest = jnp.maximum(highest, x)
+    weights = [jnp.exp2(x - highest) for x in tops]
+    whole = sum(w * x for w, x in zip(weights, totals, strict=True))
+    summed = sum(_spread(w, shape, 0) * x for w, x in zip(weights, parts, strict=True))
+    return summed / _spread(whole, shape, 0)
+
+
+def _fence():
+    """What a thread wrote before is there for whoever it meets at a barrier of the cluster."""
+
+    @plgpu.inline_mgpu()
+    def fence(_):
+        from jaxlib.mlir import ir
+        from jaxlib.mlir.dialects import llvm
+
+        none = ir.Type.parse("!llvm.void")
+        llvm.inline_asm(none, [], "fence.acq_rel.gpu;", "", has_side_effects=True)
+
+    fence()
