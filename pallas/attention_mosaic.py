@@ -1,4 +1,4 @@
-"""Fused block attention for Hopper: `attention.append_and_attend` in one launch, through Mosaic GPU.
+"""Fused block attention for Hopper, through Mosaic GPU: what `attention` does, in one launch.
 
 A cluster of eight blocks takes one kv head of one sequence. Block `i` takes the key tiles `i`,
 `i + 8`, .. of those present, each copied asynchronously into shared memory ahead of its turn, and
@@ -43,11 +43,12 @@ _LOG2_E = math.log2(math.e)
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """stages: tiles of K and V in flight or in use in one block's shared memory, 32 KB each at head
-    dim 128; the fifth leaves room for a second block on few multiprocessors only.
+    """warpgroups: of a block, each with tiles of its own; stages: tiles of each in flight or in
+    use, 32 KB of shared memory at head dim 128.
     """
 
-    stages: int = 5
+    warpgroups: int = 2
+    stages: int = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class _Spec:
     kv_heads: int
     dim: int
     slots: int
+    warpgroups: int
     stages: int
     normed: bool
     eps: float
@@ -89,9 +91,14 @@ class _Spec:
         return self.dim // 2
 
     @property
+    def workers(self) -> int:
+        """Warpgroups of a cluster."""
+        return self.warpgroups * SPLITS
+
+    @property
     def columns(self) -> int:
-        """Of the head, that one block merges."""
-        return self.dim // SPLITS
+        """Of the head, that one worker merges: no fewer than a product's layout takes."""
+        return max(8, self.dim // self.workers)
 
 
 def refusal(qkv: jax.Array, rows: int, dim: int, cache_dtype: jnp.dtype) -> str | None:
@@ -128,6 +135,7 @@ def append_and_attend(
     """
     batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
+    tiling = tiling or Tiling()
     spec = _Spec(
         batch=batch,
         rows=rows,
@@ -135,7 +143,8 @@ def append_and_attend(
         kv_heads=kv_heads,
         dim=dim,
         slots=slots,
-        stages=(tiling or Tiling()).stages,
+        warpgroups=tiling.warpgroups,
+        stages=tiling.stages,
         normed=norms is not None,
         eps=eps,
         causal=causal,
@@ -162,82 +171,95 @@ def _by_query(spec: _Spec, table: jax.Array) -> jax.Array:
 def _launch(spec: _Spec):
     """The kernel's call: (qkv, tables, norms, caches as references) -> out and partial sums."""
     lead = (spec.batch, spec.kv_heads, spec.groups // spec.held)
-    sums = (*lead, SPLITS, QUERIES)
+    sums = (*lead, spec.workers, QUERIES)
     shapes = [
         jax.ShapeDtypeStruct((spec.batch, spec.rows, spec.heads * spec.dim), jnp.bfloat16),
         jax.ShapeDtypeStruct((*sums, spec.dim), jnp.float32),
         jax.ShapeDtypeStruct(sums, jnp.float32),
         jax.ShapeDtypeStruct(sums, jnp.float32),
     ]
-    # A tile row of one half of the head: rotary halves are stored apart.
-    swizzled = (
-        plgpu.TilingTransform((8, spec.half)),
-        plgpu.SwizzleTransform(spec.dim),
-    )
-    tiles = plgpu.SMEM((spec.stages, KEYS, spec.dim), jnp.bfloat16, transforms=swizzled)
-    scratch = dict(
-        raw=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16),
-        own_k=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16),
-        own_v=plgpu.SMEM((spec.rows, spec.dim), jnp.bfloat16),
-        q=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16, transforms=swizzled),
-        k=tiles,
-        v=tiles,
-        places=plgpu.SMEM((spec.stages, KEYS), jnp.int32),
-        merged=plgpu.SMEM((QUERIES, spec.columns), jnp.bfloat16),
-        raw_here=plgpu.Barrier(num_arrivals=spec.held),
-        own_here=plgpu.Barrier(num_arrivals=2),
-        tile_here=plgpu.Barrier(num_arrivals=3, num_barriers=spec.stages),
-        summed=plgpu.ClusterBarrier(collective_axes=("split",)),
-    )
-    if spec.interpret:
-        weights = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-        scratch["weights"] = plgpu.SMEM((QUERIES, KEYS), jnp.bfloat16, transforms=weights)
     return plgpu.kernel(
         partial(_kernel, spec),
         out_type=shapes,
-        scratch_types=scratch,
+        scratch_types=_scratch(spec),
         grid=lead,
         grid_names=("batch", "kv_head", "part"),
         cluster=(SPLITS,),
         cluster_names=("split",),
-        num_threads=1,
+        num_threads=spec.warpgroups,
         thread_name="warpgroup",
         kernel_name="block_attention_mosaic",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
         interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore") if spec.interpret else None,
     )
 
 
+def _scratch(spec: _Spec):
+    """Shared memory and barriers of a block, see `_Scratch`."""
+    # A tile row of one half of the head: rotary halves are stored apart.
+    halves = (plgpu.TilingTransform((8, spec.half)), plgpu.SwizzleTransform(spec.dim))
+    each = spec.warpgroups * spec.stages
+    tiles = plgpu.SMEM((each, KEYS, spec.dim), jnp.bfloat16, transforms=halves)
+    rows = plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16)
+    scratch = dict(
+        raw=rows,
+        own_k=rows,
+        own_v=plgpu.SMEM((spec.rows, spec.dim), jnp.bfloat16),
+        q=plgpu.SMEM((spec.warpgroups, QUERIES, spec.dim), jnp.bfloat16, transforms=halves),
+        k=tiles,
+        v=tiles,
+        places=plgpu.SMEM((each, KEYS), jnp.int32),
+        merged=plgpu.SMEM((spec.warpgroups, QUERIES, spec.columns), jnp.bfloat16),
+        raw_here=plgpu.Barrier(num_arrivals=spec.held),
+        own_here=plgpu.Barrier(num_arrivals=2),
+        tile_here=plgpu.Barrier(num_arrivals=3, num_barriers=each),
+        summed=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=spec.warpgroups),
+    )
+    if spec.interpret:
+        shape = (spec.warpgroups, QUERIES, KEYS)
+        whole = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+        scratch["weights"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=whole)
+    return scratch
+
+
 def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
+    """One warpgroup. Barriers are not inserted by themselves: `commit_smem` is one."""
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_cache, v_cache, out, *sums = refs
-    batch, kv_head, part, split = (
-        jax.lax.axis_index(name) for name in ("batch", "kv_head", "part", "split")
+    batch, kv_head, part, split, warpgroup = (
+        jax.lax.axis_index(x) for x in ("batch", "kv_head", "part", "split", "warpgroup")
     )
+    worker = warpgroup * SPLITS + split
     at = _Scratch(**scratch)
     qkv, cos, sin, q_pos, out = (x.at[batch] for x in (qkv, cos, sin, q_pos, out))
     k_cache, v_cache = (x.at[batch, kv_head] for x in (k_cache, v_cache))
     sums = [x.at[batch, kv_head, part] for x in sums]
     head = kv_head * spec.groups + part * spec.held
-    for i in range(spec.held):
-        plgpu.copy_gmem_to_smem(
-            qkv.at[:, pl.ds((head + i) * spec.dim, spec.dim)],
-            at.raw.at[pl.ds(i * spec.pitch, spec.rows)],
-            at.raw_here,
-        )
-    share = _share(spec, slot[batch], end[batch], split)
+
+    @pl.when(warpgroup == 0)
+    def _():
+        for i in range(spec.held):
+            plgpu.copy_gmem_to_smem(
+                qkv.at[:, pl.ds((head + i) * spec.dim, spec.dim)],
+                at.raw.at[pl.ds(i * spec.pitch, spec.rows)],
+                at.raw_here,
+            )
+
+    share = _share(spec, slot[batch], end[batch], worker)
 
     def fetch(step, stage):
         tile = share.tile(step)
-        rows = pl.ds(tile * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(k_cache.at[rows], at.k.at[stage], at.tile_here.at[stage])
-        plgpu.copy_gmem_to_smem(v_cache.at[rows], at.v.at[stage], at.tile_here.at[stage])
+        rows, here = pl.ds(tile * KEYS, KEYS), at.tile_here.at[stage]
+        plgpu.copy_gmem_to_smem(k_cache.at[rows], at.k.at[stage], here)
+        plgpu.copy_gmem_to_smem(v_cache.at[rows], at.v.at[stage], here)
         places = pl.ds(batch * spec.slots + tile * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(k_pos.at[places], at.places.at[stage], at.tile_here.at[stage])
+        plgpu.copy_gmem_to_smem(k_pos.at[places], at.places.at[stage], here)
 
     def fetch_first(own: bool):
-        for step in range(spec.stages):
-            pl.when((step < share.steps) & (share.owned(step) == own))(partial(fetch, step, step))
+        @pl.loop(0, jnp.minimum(spec.stages, share.steps))
+        def _(step):
+            stage = warpgroup * spec.stages + step
+            pl.when(share.owned(step) == own)(partial(fetch, step, stage))
 
     @pl.when(share.owns)
     def _():
@@ -248,7 +270,8 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     fetch_first(own=False)
     tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
     plgpu.barrier_wait(at.raw_here)
-    _rotate(spec, at.raw, at.q, norms[0], tables)
+    q = at.q.at[warpgroup]
+    _rotate(spec, at.raw, q, norms[0], tables)
 
     @pl.when(share.owns)
     def _():
@@ -262,21 +285,27 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
         fetch_first(own=True)
 
     plgpu.commit_smem()
-    mine = _attend(spec, at, share, _load(q_pos, _DOWN), fetch)
+    mine = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
     for x, ref in zip(mine, sums, strict=True):
-        ref.at[split][...] = x
+        ref.at[worker][...] = x
     _fence()
+    plgpu.commit_smem()
     plgpu.barrier_arrive(at.summed)
     plgpu.barrier_wait(at.summed)
     _fence()
-    at.merged[...] = _merge(spec, sums, split * spec.columns).astype(jnp.bfloat16)
-    plgpu.commit_smem()
-    for i in range(spec.held):
-        column = (head + i) * spec.dim + split * spec.columns
-        plgpu.copy_smem_to_gmem(
-            at.merged.at[pl.ds(i * spec.pitch, spec.rows)], out.at[:, pl.ds(column, spec.columns)]
-        )
-    plgpu.wait_smem_to_gmem(0)
+
+    @pl.when(worker * spec.columns < spec.dim)
+    def _():
+        merged = at.merged.at[warpgroup]
+        merged[...] = _merge(spec, sums, worker * spec.columns).astype(jnp.bfloat16)
+        plgpu.commit_smem()
+        for i in range(spec.held):
+            column = (head + i) * spec.dim + worker * spec.columns
+            plgpu.copy_smem_to_gmem(
+                merged.at[pl.ds(i * spec.pitch, spec.rows)],
+                out.at[:, pl.ds(column, spec.columns)],
+            )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 _DOWN = plgpu.Layout.WGMMA.reduce(1)
@@ -288,8 +317,9 @@ _ACROSS = plgpu.Layout.WGMMA.reduce(0)
 class _Scratch:
     """References to a block's shared memory.
 
-    raw, own_k, own_v: projected rows; q: query rows as a factor; k, v, places: tiles; merged: its
-    share of the result; weights: of the values, interpreted alone. The barriers: what has come.
+    raw, own_k, own_v: projected rows. Of each warpgroup, q: query rows as a factor; k, v, places:
+    tiles; merged: its share of the result; weights: of the values, interpreted alone. The barriers:
+    what has come.
     """
 
     raw: jax.Ref
@@ -309,13 +339,14 @@ class _Scratch:
 
 @dataclasses.dataclass(frozen=True)
 class _Share:
-    """What one block of the cluster reads.
+    """What one worker of a cluster reads.
 
     slot: the block's rows go there; first, limit: slots that may hold visible rows, own ones among
     them; begin: its first tile; steps: how many; owns: whether any of them holds own rows.
     """
 
     rows: int
+    workers: int
     slot: jax.Array
     first: jax.Array
     limit: jax.Array
@@ -324,7 +355,7 @@ class _Share:
     owns: jax.Array
 
     def tile(self, step):
-        return self.begin + step * SPLITS
+        return self.begin + step * self.workers
 
     def owned(self, step):
         """Whether the tile of this step holds own rows."""
@@ -332,20 +363,21 @@ class _Share:
         return (start < self.slot + self.rows) & (start + KEYS > self.slot)
 
 
-def _share(spec: _Spec, slot, end, split) -> _Share:
+def _share(spec: _Spec, slot, end, worker) -> _Share:
     # Inside the cache whatever was given: a slice update moves back where its rows do not fit.
     slot, end = jnp.minimum(slot, spec.slots - spec.rows), jnp.minimum(end, spec.slots)
     first, limit = jnp.int32(0), jnp.maximum(end, slot + spec.rows)
     if spec.window is not None and not spec.ring:
         # Positions ascend from slot to slot, by one or more.
         first = jnp.maximum(slot - (spec.window - 1), 0)
-    start = _div(first, KEYS)
-    begin = start + jax.lax.rem(split + SPLITS - jax.lax.rem(start, SPLITS), SPLITS)
-    steps = _div(jnp.maximum(_div(limit + KEYS - 1, KEYS) - begin + SPLITS - 1, 0), SPLITS)
-    # Own rows lie in neighbouring tiles, fewer than the cluster has blocks.
+    workers, start = jnp.int32(spec.workers), _div(first, KEYS)
+    begin = start + jax.lax.rem(worker + workers - jax.lax.rem(start, workers), workers)
+    left = jnp.maximum(_div(limit + KEYS - 1, KEYS) - begin, 0)
+    # Own rows lie in one tile or two neighbouring ones: no two of one block.
     low, high = _div(slot, KEYS), _div(slot + spec.rows - 1, KEYS)
-    owns = (jax.lax.rem(low, SPLITS) == split) | (jax.lax.rem(high, SPLITS) == split)
-    return _Share(spec.rows, slot, first, limit, begin, steps, owns)
+    owns = (jax.lax.rem(low, workers) == worker) | (jax.lax.rem(high, workers) == worker)
+    steps = _div(left + workers - 1, spec.workers)
+    return _Share(spec.rows, spec.workers, slot, first, limit, begin, steps, owns)
 
 
 def _div(a, b: int):
@@ -379,11 +411,11 @@ def _rotate(spec: _Spec, raw, ref, norm, tables):
         ref[:, at] = x.astype(jnp.bfloat16)
 
 
-def _attend(spec: _Spec, at: _Scratch, share: _Share, q_pos, fetch):
-    """This block's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`."""
+def _attend(spec: _Spec, at: _Scratch, share: _Share, warpgroup, q_pos, fetch):
+    """A worker's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`."""
 
     def step(i, state):
-        stage = jax.lax.rem(i, jnp.int32(spec.stages))
+        stage = warpgroup * spec.stages + jax.lax.rem(i, jnp.int32(spec.stages))
         plgpu.barrier_wait(at.tile_here.at[stage])
         start = share.tile(i) * KEYS
 
@@ -400,8 +432,13 @@ def _attend(spec: _Spec, at: _Scratch, share: _Share, q_pos, fetch):
             at.v.at[stage][...] = jnp.where(held, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
-        state = _accumulate(spec, at, q_pos, places(_ACROSS), stage, state)
-        pl.when(i + spec.stages < share.steps)(partial(fetch, i + spec.stages, stage))
+        state = _accumulate(spec, at, warpgroup, q_pos, places(_ACROSS), stage, state)
+
+        @pl.when(i + spec.stages < share.steps)
+        def _():
+            plgpu.commit_smem()  # All four warps have read the stage.
+            fetch(i + spec.stages, stage)
+
         return state
 
     state = (
@@ -416,11 +453,11 @@ def _full(shape, value: float, layout):
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
 
-def _accumulate(spec: _Spec, at: _Scratch, q_pos, k_pos, stage, state):
+def _accumulate(spec: _Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state):
     """Online softmax: weighted values, running maximum and sum of weights, one tile further."""
     acc, top, total = state
     shape = (QUERIES, KEYS)
-    scores = _product(at.q, at.k.at[stage].transpose((1, 0)), shape)
+    scores = _product(at.q.at[warpgroup], at.k.at[stage].transpose((1, 0)), shape)
     # Powers of two are what the hardware has: the factor of e goes into the scale.
     scores = scores * (spec.dim**-0.5 * _LOG2_E)
     seen = _spread(k_pos, shape, 1)
@@ -439,8 +476,8 @@ def _accumulate(spec: _Spec, at: _Scratch, q_pos, k_pos, stage, state):
     weights = weights.astype(jnp.bfloat16)
     if spec.interpret:
         # Interpreted, both factors have to lie in shared memory.
-        at.weights[...] = weights
-        weights = at.weights
+        at.weights.at[warpgroup][...] = weights
+        weights = at.weights.at[warpgroup]
     values = _product(weights, at.v.at[stage], acc.shape)
     return acc * _spread(fade, acc.shape, 0) + values, higher, total
 
@@ -456,13 +493,14 @@ def _product(a, b, shape):
 
 
 def _merge(spec: _Spec, sums, column):
-    """Attended rows `[QUERIES, columns]`, columns `column ..` of the head, of all blocks' sums."""
+    """Attended rows `[QUERIES, columns]`, columns `column ..` of the head, of all workers' sums."""
     acc, top, total = sums
     shape = (QUERIES, spec.columns)
-    tops = [_load(top.at[i], _DOWN) for i in range(SPLITS)]
-    totals = [_load(total.at[i], _DOWN) for i in range(SPLITS)]
+    tops = [_load(top.at[i], _DOWN) for i in range(spec.workers)]
+    totals = [_load(total.at[i], _DOWN) for i in range(spec.workers)]
     parts = [
-        _load(acc.at[i, :, pl.ds(column, spec.columns)], plgpu.Layout.WGMMA) for i in range(SPLITS)
+        _load(acc.at[i, :, pl.ds(column, spec.columns)], plgpu.Layout.WGMMA)
+        for i in range(spec.workers)
     ]
     highest = tops[0]
     for x in tops[1:]:
