@@ -64,15 +64,22 @@ def append_and_attend(
       place: where the block stands.
       k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw.
       causal, window: see `attention_mask`.
-      implementation: the kernel updates the caches in place and takes blocks of few rows; a wide
-        block (a prompt chunk) always runs in the reference, whatever is asked for.
+      implementation: the kernels update the caches in place and take blocks of few rows; a wide
+        block (a prompt chunk) always runs in the reference, whatever is asked for. "mosaic": on a
+        Hopper GPU, in bf16, with heads of 64 or 128 and caches of a multiple of 8 slots.
 
     Returns attended rows `[B, rows, heads * D]` in qkv's dtype, and both caches with the block's
     rows written. What empty slots hold, NaN included, changes nothing. Raises NotImplementedError
-    as `kernels.resolve` does.
+    as `kernels.resolve` and `kernels.mosaic_kernel` do, or where "mosaic" cannot take the arrays.
     """
     rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
+    hopper = kernels.mosaic_kernel(implementation, "attention")
+    if hopper is not None and rows <= hopper.MAX_ROWS:
+        hopper.check(qkv, k_cache)
+        return hopper.append_and_attend(
+            qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
+        )
     # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less.
     best = "xla" if causal and dim < 128 and rows > 1 else "pallas"
     if kernels.resolve(implementation, _refusal(dim, qkv.dtype), best) == "pallas":

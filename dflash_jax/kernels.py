@@ -3,13 +3,17 @@
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import jax
 
 Choice = Literal["xla", "pallas"]
-Implementation = Choice | None
-"""`xla` is the reference, `pallas` the GPU kernel (Triton); None takes the best that runs here."""
+Implementation = Choice | Literal["mosaic"] | None
+"""`xla` is the reference, `pallas` the GPU kernel (Triton); None takes the best that runs here.
+`mosaic` is a kernel for Hopper (Mosaic GPU), taken where it is asked for and never by itself; ops
+that have none choose as they do for None.
+"""
+NAMES = ("xla", "pallas", "mosaic")
 
 
 def resolve(
@@ -22,13 +26,16 @@ def resolve(
     speaks against it ("xla" for an op whose kernel was measured slower), the reference everywhere
     else.
 
+    An op with a kernel of its own for "mosaic" asks `mosaic_kernel` first.
+
     Raises NotImplementedError where "pallas" is asked for and cannot run, ValueError for a name
     that does not exist.
     """
-    if implementation not in (None, *get_args(Choice)):
-        raise ValueError(
-            f"implementation: expected 'xla', 'pallas' or None, found {implementation!r}"
-        )
+    if implementation not in (None, *NAMES):
+        names = ", ".join(map(repr, NAMES))
+        raise ValueError(f"implementation: expected {names} or None, found {implementation!r}")
+    if implementation == "mosaic":
+        implementation = None
     if (implementation or best) == "xla":
         return "xla"
     refusal = device_refusal() or refusal
@@ -39,8 +46,27 @@ def resolve(
     raise NotImplementedError(f"implementation 'pallas': {refusal}")
 
 
-def device_refusal() -> str | None:
-    """Why the kernels cannot run on this process's default device, None where they can."""
+def mosaic_kernel(implementation: Implementation, op: str) -> ModuleType | None:
+    """The module `dflash_jax.pallas.<op>_mosaic` where "mosaic" is asked for, else None.
+
+    Raises NotImplementedError where that cannot run: on anything but a Hopper GPU, or below jax
+    0.11, which has not all of its interface.
+    """
+    if implementation != "mosaic":
+        return None
+    refusal = device_refusal(hopper=True)
+    if refusal is None and jax.__version_info__ < (0, 11):
+        refusal = f"jax: expected 0.11 or newer, found {jax.__version__}"
+    if refusal is not None:
+        raise NotImplementedError(f"implementation 'mosaic': {refusal}")
+    return kernel(f"{op}_mosaic")
+
+
+def device_refusal(hopper: bool = False) -> str | None:
+    """Why the kernels cannot run on this process's default device, None where they can.
+
+    Those for Hopper run on nothing newer: its products and their layouts are its own.
+    """
     config: Any = jax.config  # its options are made at run time
     device = config.jax_default_device
     if isinstance(device, str):
@@ -50,6 +76,8 @@ def device_refusal() -> str | None:
         return f"device: expected an NVIDIA GPU, found {device.platform}"
     capability = str(getattr(device, "compute_capability", "none"))
     major = capability.partition(".")[0]
+    if hopper and capability != "9.0":
+        return f"compute capability: expected 9.0, found {capability}"
     if not major.isdigit() or int(major) < 8:
         return f"compute capability: expected 8.0 or more, found {capability}"
     return None

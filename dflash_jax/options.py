@@ -60,6 +60,7 @@ def round_plan(
         )
     sharding.check_pair(target, draft)
     kernels.resolve(implementation)
+    kernels.mosaic_kernel(implementation, "attention")
     same = {
         "capacity": capacity,
         "logprobs": logprobs,

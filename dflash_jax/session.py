@@ -135,8 +135,9 @@ class SpecSession:
       sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
       row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
       logprobs: keep the target's log-probability of each emitted token.
-      implementation: "xla" or "pallas" for the ops that have kernels; default what each op takes
-        by itself, see `kernels.resolve`. NotImplementedError where "pallas" cannot run here.
+      implementation: "xla" or "pallas" for the ops that have kernels, "mosaic" for attention on a
+        Hopper GPU; default what each op takes by itself, see `kernels`. NotImplementedError where
+        the kernels asked for cannot run here.
       mesh: what to split both models over (`sharding.make_mesh`), where they are on one device;
         models that were loaded onto a mesh stay there.
       check: after every burst assert the round invariants (rows held, anchor), for debugging.

@@ -36,6 +36,8 @@ QUERIES = 64
 MAX_ROWS = QUERIES
 """Most rows of a block of the sequence."""
 HEAD_DIMS = (64, 128)
+SLOT_STEP = 8
+"""A cache has a multiple of so many slots: the rows that copies into a product's tiles go by."""
 
 _LEAST = float(jnp.finfo(jnp.float32).min)
 _LOG2_E = math.log2(math.e)
@@ -44,11 +46,13 @@ _LOG2_E = math.log2(math.e)
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """warpgroups: of a block, each with tiles of its own; stages: tiles of each in flight or in
-    use, 32 KB of shared memory at head dim 128.
+    use, 32 KB of shared memory at head dim 128. early: launch before what comes ahead has ended,
+    and wait for it inside (programmatic dependent launch).
     """
 
     warpgroups: int = 2
     stages: int = 2
+    early: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,7 @@ class _Spec:
     slots: int
     warpgroups: int
     stages: int
+    early: bool
     normed: bool
     eps: float
     causal: bool
@@ -101,17 +106,21 @@ class _Spec:
         return max(8, self.dim // self.workers)
 
 
-def refusal(qkv: jax.Array, rows: int, dim: int, cache_dtype: jnp.dtype) -> str | None:
-    """Why the kernel cannot take a block of `rows` rows, None where it can."""
-    if not hasattr(plgpu, "kernel") or not hasattr(jax, "new_ref"):
-        return f"jax: expected 0.11 or newer, found {jax.__version__}"
-    if qkv.dtype != jnp.bfloat16 or cache_dtype != jnp.bfloat16:
-        return f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache_dtype}"
-    if dim not in HEAD_DIMS:
-        return f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
-    if rows > MAX_ROWS:
-        return f"rows: expected {MAX_ROWS} or fewer, found {rows}"
-    return None
+def check(qkv: jax.Array, cache: jax.Array) -> None:
+    """Raises NotImplementedError where the kernel cannot take a block of `MAX_ROWS` or fewer rows.
+
+    Shapes and dtypes alone are looked at, as in `append_and_attend`.
+    """
+    slots, dim = cache.shape[2:]
+    if qkv.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
+        refusal = f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache.dtype}"
+    elif dim not in HEAD_DIMS:
+        refusal = f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
+    elif slots % SLOT_STEP:
+        refusal = f"cache slots: expected a multiple of {SLOT_STEP}, found {slots}"
+    else:
+        return
+    raise NotImplementedError(f"implementation 'mosaic': {refusal}")
 
 
 @partial(jax.jit, static_argnames=("eps", "causal", "window", "tiling", "interpret"))
@@ -130,8 +139,8 @@ def append_and_attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernel of `dflash_jax.attention.append_and_attend`, same arguments and results.
 
-    bf16 alone, see `refusal`. The caches are updated in place where the caller gives them up. The
-    result depends neither on the cache's capacity nor on what lies in empty slots.
+    For what it takes see `check`. The caches are updated in place where the caller gives them up.
+    The result depends neither on the cache's capacity nor on what lies in empty slots.
     """
     batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
@@ -145,6 +154,7 @@ def append_and_attend(
         slots=slots,
         warpgroups=tiling.warpgroups,
         stages=tiling.stages,
+        early=tiling.early,
         normed=norms is not None,
         eps=eps,
         causal=causal,
@@ -205,13 +215,14 @@ def _scratch(spec: _Spec):
         raw=rows,
         own_k=rows,
         own_v=plgpu.SMEM((spec.rows, spec.dim), jnp.bfloat16),
-        q=plgpu.SMEM((spec.warpgroups, QUERIES, spec.dim), jnp.bfloat16, transforms=halves),
+        q=plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16, transforms=halves),
         k=tiles,
         v=tiles,
         places=plgpu.SMEM((each, KEYS), jnp.int32),
         merged=plgpu.SMEM((spec.warpgroups, QUERIES, spec.columns), jnp.bfloat16),
         raw_here=plgpu.Barrier(num_arrivals=spec.held),
         own_here=plgpu.Barrier(num_arrivals=2),
+        q_here=plgpu.Barrier(),
         tile_here=plgpu.Barrier(num_arrivals=3, num_barriers=each),
         summed=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=spec.warpgroups),
     )
@@ -224,6 +235,8 @@ def _scratch(spec: _Spec):
 
 def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
     """One warpgroup. Barriers are not inserted by themselves: `commit_smem` is one."""
+    if spec.early and not spec.interpret:
+        plgpu.griddepcontrol_wait()
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_cache, v_cache, out, *sums = refs
     batch, kv_head, part, split, warpgroup = (
@@ -268,29 +281,34 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
             plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(column, spec.dim)], ref, at.own_here)
 
     fetch_first(own=False)
-    tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
-    plgpu.barrier_wait(at.raw_here)
-    q = at.q.at[warpgroup]
-    _rotate(spec, at.raw, q, norms[0], tables)
 
     @pl.when(share.owns)
     def _():
         plgpu.barrier_wait(at.own_here)
-        _rotate(spec, at.own_k, at.own_k, norms[1], tables)
-        plgpu.commit_smem()
+        _rotate(spec, at.own_k, at.own_k, norms[1], (cos, sin))
         rows = pl.ds(share.slot, spec.rows)
         plgpu.copy_smem_to_gmem(at.own_k.at[pl.ds(0, spec.rows)], k_cache.at[rows])
         plgpu.copy_smem_to_gmem(at.own_v, v_cache.at[rows])
+
+    @pl.when(warpgroup == 0)
+    def _():
+        plgpu.barrier_wait(at.raw_here)
+        _rotate(spec, at.raw, at.q, norms[0], (cos, sin))
+        plgpu.barrier_arrive(at.q_here)
+
+    @pl.when(share.owns)
+    def _():
         plgpu.wait_smem_to_gmem(0)
         fetch_first(own=True)
 
-    plgpu.commit_smem()
+    plgpu.barrier_wait(at.q_here)
     mine = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
     for x, ref in zip(mine, sums, strict=True):
         ref.at[worker][...] = x
     _fence()
     plgpu.commit_smem()
     plgpu.barrier_arrive(at.summed)
+    # All wait: a block must not end while another may still arrive in its memory.
     plgpu.barrier_wait(at.summed)
     _fence()
 
@@ -317,7 +335,7 @@ _ACROSS = plgpu.Layout.WGMMA.reduce(0)
 class _Scratch:
     """References to a block's shared memory.
 
-    raw, own_k, own_v: projected rows. Of each warpgroup, q: query rows as a factor; k, v, places:
+    raw, own_k, own_v: projected rows; q: query rows as a factor. Of each warpgroup, k, v, places:
     tiles; merged: its share of the result; weights: of the values, interpreted alone. The barriers:
     what has come.
     """
@@ -332,6 +350,7 @@ class _Scratch:
     merged: jax.Ref
     raw_here: jax.Ref
     own_here: jax.Ref
+    q_here: jax.Ref
     tile_here: jax.Ref
     summed: jax.Ref
     weights: jax.Ref | None = None
@@ -394,10 +413,10 @@ def _spread(x, shape, axis: int):
 
 
 def _rotate(spec: _Spec, raw, ref, norm, tables):
-    """Projected heads `raw [QUERIES, D]`, normed and roped, into `ref`."""
+    """Projected heads `raw [QUERIES, D]`, normed and roped, into `ref`, for copies and products."""
     halves = [pl.ds(i * spec.half, spec.half) for i in range(2)]
     a, b = (_load(raw.at[:, at], plgpu.Layout.WGMMA).astype(jnp.float32) for at in halves)
-    cos, sin = tables
+    cos, sin = (_load(x, plgpu.Layout.WGMMA) for x in tables)
     if norm is not None:
         mean = (jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / spec.dim)
         scale = _spread(jax.lax.rsqrt(mean + spec.eps), a.shape, 0)
@@ -409,6 +428,7 @@ def _rotate(spec: _Spec, raw, ref, norm, tables):
         )
     for at, x in zip(halves, (a * cos - b * sin, b * cos + a * sin), strict=True):
         ref[:, at] = x.astype(jnp.bfloat16)
+    plgpu.commit_smem()
 
 
 def _attend(spec: _Spec, at: _Scratch, share: _Share, warpgroup, q_pos, fetch):
@@ -457,7 +477,7 @@ def _accumulate(spec: _Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state
     """Online softmax: weighted values, running maximum and sum of weights, one tile further."""
     acc, top, total = state
     shape = (QUERIES, KEYS)
-    scores = _product(at.q.at[warpgroup], at.k.at[stage].transpose((1, 0)), shape)
+    scores = _product(at.q, at.k.at[stage].transpose((1, 0)), shape)
     # Powers of two are what the hardware has: the factor of e goes into the scale.
     scores = scores * (spec.dim**-0.5 * _LOG2_E)
     seen = _spread(k_pos, shape, 1)

@@ -115,7 +115,7 @@ def parser() -> Parser:
         "--implementation",
         nargs="+",
         default=["auto"],
-        choices=["auto", "xla", "pallas"],
+        choices=["auto", *kernels.NAMES],
         help="of the ops that have kernels (default: auto, the best that runs here)",
     )
     add("--block-size", type=int, help="rows drafted a round")
@@ -162,6 +162,7 @@ def check_arguments(args: argparse.Namespace, iterations: int) -> None:
             raise ValueError(f"--{option}: expected with a preset, found with --draft")
     for implementation in args.implementation:
         kernels.resolve(_implementation(implementation))
+        kernels.mosaic_kernel(_implementation(implementation), "attention")
     on_gpu = jax.default_backend() == "gpu"
     if args.torch and not (on_gpu and importlib.util.find_spec("torch")):
         raise ValueError("--torch: expected torch and a CUDA GPU, found none")
