@@ -1,0 +1,284 @@
+"""The Hopper attention kernel against the reference: interpreted here, compiled on a GPU."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cuda import lowered
+from targets import tiny_draft, tiny_target
+from test_kernels import Device
+from test_kernels_attention import (
+    BF16,
+    EPS,
+    F32,
+    PRESETS,
+    aligned_case,
+    check,
+    close,
+    problem,
+    reference,
+    same,
+    turned_ring,
+)
+
+from dflash_jax import generate, kernels
+from dflash_jax.attention import append_and_attend
+
+old = jax.__version_info__ < (0, 11)
+needs_interface = pytest.mark.skipif(old, reason="jax 0.10 has not all of Mosaic GPU's interface")
+# Interpreted, 0.11 takes no step where barriers of several blocks meet.
+needs_interpreter = pytest.mark.skipif(
+    jax.__version_info__ < (0, 12), reason="interpreted from jax 0.12 on"
+)
+
+
+@pytest.fixture
+def kernel():
+    return kernels.kernel("attention_mosaic")
+
+
+@pytest.fixture
+def run(kernel):
+    """Interpreted; one warpgroup a block, for as many threads as the suite's device has."""
+    tiling = kernel.Tiling(warpgroups=1, stages=2)
+    return partial(kernel.append_and_attend, interpret=True, tiling=tiling)
+
+
+def narrow(*lens, rows=16, heads=4, kv_heads=1, dim=64, slots=160, **more):
+    shape = dict(rows=rows, heads=heads, kv_heads=kv_heads, dim=dim, slots=slots)
+    return problem(lens, dtype=BF16, **shape, **more)
+
+
+# --- the switch ---------------------------------------------------------------------------------
+
+
+def test_on_cpu_it_is_refused_and_never_chosen():
+    args = narrow(40)
+    with pytest.raises(NotImplementedError, match=r"'mosaic': device: .* found cpu"):
+        append_and_attend(*args, causal=True, window=None, implementation="mosaic")
+    with pytest.raises(NotImplementedError, match=r"'mosaic': device"):
+        generate(tiny_target(), tiny_draft(), [1, 2, 3], 4, implementation="mosaic")
+    assert kernels.mosaic_kernel(None, "attention") is None
+    assert kernels.mosaic_kernel("pallas", "attention") is None
+
+
+def test_ops_without_such_a_kernel_choose_by_themselves(monkeypatch):
+    assert kernels.resolve("mosaic") == "xla"
+    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    assert kernels.resolve("mosaic") == "pallas"
+    assert kernels.resolve("mosaic", best="xla") == kernels.resolve("mosaic", "odd") == "xla"
+
+
+@pytest.mark.parametrize("capability", ["8.0", "10.0", "9.1"])
+def test_only_hopper_runs_it(monkeypatch, capability):
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device(capability)])
+    with pytest.raises(
+        NotImplementedError, match=rf"'mosaic': compute capability: expected 9.0, .* {capability}"
+    ):
+        kernels.mosaic_kernel("mosaic", "attention")
+
+
+def test_an_older_jax_is_refused(monkeypatch):
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device("9.0")])
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    with pytest.raises(NotImplementedError, match=r"'mosaic': jax: expected 0.11 or newer"):
+        kernels.mosaic_kernel("mosaic", "attention")
+
+
+@pytest.fixture
+def on_hopper(monkeypatch, kernel):
+    """What the kernel is asked for; it does nothing."""
+    calls = []
+
+    def ask(qkv, norms, eps, place, k, v, **kind):
+        calls.append(kind)
+        return qkv[..., : 4 * k.shape[3]], k, v
+
+    monkeypatch.setattr(jax, "devices", lambda *_: [Device("9.0")])
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    monkeypatch.setattr(kernel, "append_and_attend", ask)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("shape", "refusal"),
+    [
+        (dict(dtype=F32), "dtype: expected bfloat16 rows and caches, found float32 and float32"),
+        (dict(dtype=BF16, dim=32), r"head_dim: expected one of \(64, 128\), found 32"),
+        (dict(dtype=BF16, slots=157), "cache slots: expected a multiple of 8, found 157"),
+    ],
+)
+def test_what_it_cannot_take_is_refused_by_name(on_hopper, shape, refusal):
+    args = problem((40,), **{**dict(dim=64, slots=160), **shape})
+    with pytest.raises(NotImplementedError, match=f"'mosaic': {refusal}"):
+        append_and_attend(*args, causal=True, window=None, implementation="mosaic")
+    assert not on_hopper
+
+
+def test_it_is_asked_with_the_same_arguments(on_hopper):
+    append_and_attend(*narrow(40), causal=True, window=7, implementation="mosaic")
+    assert on_hopper == [{"causal": True, "window": 7}]
+
+
+# --- the reference, interpreted -----------------------------------------------------------------
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equals_the_reference_at_every_length(run, causal, window):
+    for length in (0, 1, 15, 16, 48, 63, 64, 100, 144):
+        check(narrow(length), run=run, causal=causal, window=window)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_more_tiles_than_a_worker_holds(run):
+    args = narrow(1500, slots=1600)
+    check(args, run=run, causal=False, window=None)
+    check(args, run=run, causal=True, window=700)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(heads=8, kv_heads=2, dim=128),
+        dict(heads=8, dim=128),
+        dict(rows=12, heads=9, kv_heads=3, normed=False),
+        dict(rows=5, heads=2, floor=1000),
+        dict(rows=40, heads=2, kv_heads=2),
+    ],
+    ids=["four queries a key", "eight", "three", "few rows", "many rows"],
+)
+def test_shapes_of_blocks_and_heads(run, shape):
+    check(narrow(50, slots=136, **shape), run=run, causal=True, window=20)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_sequences_of_different_lengths(run):
+    check(narrow(70, 130, 0, rows=1), run=run, causal=True, window=None)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_rings_before_and_after_they_turn(run):
+    for held in (0, 8, 14, 18, 34):
+        args = turned_ring(held, dtype=BF16, dim=64)
+        check(args, run=run, causal=False, window=6)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_rows_outside_the_window_are_not_read(run):
+    args = list(narrow(140))
+    clean = run(*args, causal=False, window=10)
+    behind = (jnp.arange(160) < 140 - 9)[None, None, :, None]
+    args[4:] = [jnp.where(behind, jnp.nan, leaf) for leaf in args[4:]]
+    dirty = run(*args, causal=False, window=10)
+    same(clean[0], dirty[0])
+    close(dirty[0], clean[0])
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_a_causal_row_does_not_depend_on_where_its_block_began(run):
+    """Row 70 as any row of a block over the same cache, to the bit."""
+    cached = run(*aligned_case(60, 80, 16, BF16, 96, None, dim=64)[0], causal=True, window=None)
+    rows = []
+    for start in (63, 67, 70):
+        args, kind = aligned_case(
+            start, 80, 8, BF16, 96, None, 64, fill=lambda *_, **__: (0, *cached[1:])
+        )
+        rows.append(np.asarray(run(*args, **kind)[0][0, 70 - start], np.float64))
+    same(rows[1], rows[0])
+    same(rows[2], rows[0])
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_rows_that_would_not_fit_stay_inside_the_cache(run):
+    args = list(narrow(140))
+    args[3] = args[3].replace(slot=jnp.asarray([150], jnp.int32))
+    got = run(*args, causal=True, window=None)
+    same(got[2], reference(*args, causal=True, window=None)[2])
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_in_a_while_loop(run):
+    """Three blocks, one after the other, as decoding appends them."""
+    qkv, norms, eps, place, k, v = narrow(40, rows=8)
+
+    def loop(attend):
+        def step(i, carry):
+            k, v, outs = carry
+            slot, at = place.slot + 8 * i, jnp.arange(k.shape[2])
+            pos = jnp.where(at < slot[0] + 8, at, -1)[None]
+            here = place.replace(slot=slot, end=slot, k_pos=pos, q_pos=place.q_pos + 8 * i)
+            out, k, v = attend(qkv, norms, eps, here, k, v, causal=True, window=None)
+            return k, v, outs.at[i].set(out)
+
+        outs = jnp.zeros((3, *qkv.shape[:2], 4 * 64), BF16)
+        return jax.jit(partial(jax.lax.fori_loop, 0, 3, step))((k, v, outs))
+
+    got, expected = loop(run), loop(partial(append_and_attend, implementation="xla"))
+    close(got[2], expected[2], 1e-2)
+    for leaf, wanted in zip(got[:2], expected[:2], strict=True):
+        assert (np.isnan(leaf) == np.isnan(wanted)).all()
+
+
+# --- for a GPU ----------------------------------------------------------------------------------
+
+
+@needs_interface
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [1, 12, 16])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lowers_for_cuda(kernel, preset, rows):
+    for slots, window, causal in ((272, None, True), (4120, 2048, False)):
+        args = problem((200,), **PRESETS[preset], rows=rows, dtype=BF16, slots=slots)
+        kind = dict(causal=causal, window=window)
+        text = lowered(
+            lambda q, n, p, k, v, kind=kind: kernel.append_and_attend(q, n, EPS, p, k, v, **kind),
+            *(args[i] for i in (0, 1, 3, 4, 5)),
+        )
+        assert text.count("custom_call @mosaic_gpu") == 1
+        assert text.count("output_operand_alias<") == 2
+
+
+@pytest.fixture
+def hopper(kernel):
+    """The kernel, where it can run."""
+    try:
+        return kernels.mosaic_kernel("mosaic", "attention").append_and_attend
+    except NotImplementedError as refusal:
+        pytest.skip(str(refusal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(("rows", "slots"), [(16, 2112), (1, 2112), (5, 272)])
+def test_compiled_equals_the_reference(hopper, preset, rows, slots):
+    for lens in ((0,), (1,), (slots - 17,), (63, 64, 130)):
+        args = problem(lens, **PRESETS[preset], rows=rows, slots=slots, dtype=BF16)
+        for causal, window in ((True, None), (False, None), (False, 100)):
+            first = check(args, run=hopper, causal=causal, window=window)
+            jax.tree.map(same, first, hopper(*args, causal=causal, window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "dim"), [(16, 128), (12, 64), (1, 64)])
+def test_compiled_a_causal_row_does_not_depend_on_where_its_block_began(hopper, rows, dim):
+    whole, kind = aligned_case(1000, 1064, 64, BF16, 2112, None, dim=dim)
+    out, k, v = hopper(*whole, **kind)
+    for start in sorted({1030 - rows // 2, 1030 - rows + 1, 1030}):
+        args, _ = aligned_case(
+            start, 1064, rows, BF16, 2112, None, dim, fill=lambda *_, **__: (0, k, v)
+        )
+        same(hopper(*args, **kind)[0][0, 1030 - start], out[0, 30])
