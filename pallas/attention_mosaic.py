@@ -199,7 +199,12 @@ def _launch(spec: _Spec):
         num_threads=spec.warpgroups,
         thread_name="warpgroup",
         kernel_name="block_attention_mosaic",
-        compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+        # Layouts are said, not searched for: jax 0.12 takes minutes over some head shapes.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore") if spec.interpret else None,
     )
 
@@ -304,7 +309,7 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     plgpu.barrier_wait(at.q_here)
     mine = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
     for x, ref in zip(mine, sums, strict=True):
-        ref.at[worker][...] = x
+        _store(ref.at[worker], x)
     _fence()
     plgpu.commit_smem()
     plgpu.barrier_arrive(at.summed)
@@ -315,7 +320,7 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     @pl.when(worker * spec.columns < spec.dim)
     def _():
         merged = at.merged.at[warpgroup]
-        merged[...] = _merge(spec, sums, worker * spec.columns).astype(jnp.bfloat16)
+        _store(merged, _merge(spec, sums, worker * spec.columns).astype(jnp.bfloat16))
         plgpu.commit_smem()
         for i in range(spec.held):
             column = (head + i) * spec.dim + worker * spec.columns
@@ -407,6 +412,14 @@ def _load(ref, layout):
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
+def _store(ref, x):
+    """Without minding bank conflicts, which a few rows' copies may have."""
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
+
+
 def _spread(x, shape, axis: int):
     """A number a row (`axis` 0) or column (1), over the whole matrix."""
     return jax.lax.broadcast_in_dim(x, shape, (axis,))
@@ -427,7 +440,7 @@ def _rotate(spec: _Spec, raw, ref, norm, tables):
             for x, w in zip((a, b), weights, strict=True)
         )
     for at, x in zip(halves, (a * cos - b * sin, b * cos + a * sin), strict=True):
-        ref[:, at] = x.astype(jnp.bfloat16)
+        _store(ref.at[:, at], x.astype(jnp.bfloat16))
     plgpu.commit_smem()
 
 
