@@ -18,6 +18,7 @@ what a warpgroup's product takes, hold 16 rows of four heads.
 import dataclasses
 import math
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +74,7 @@ class _Spec:
     causal: bool
     window: int | None
     ring: bool
-    interpret: bool
+    interpret: Any
 
     @property
     def groups(self) -> int:
@@ -135,12 +136,13 @@ def append_and_attend(
     causal: bool,
     window: int | None,
     tiling: Tiling | None = None,
-    interpret: bool = False,
+    interpret: Any = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernel of `dflash_jax.attention.append_and_attend`, same arguments and results.
 
     For what it takes see `check`. The caches are updated in place where the caller gives them up.
-    The result depends neither on the cache's capacity nor on what lies in empty slots.
+    The result depends neither on the cache's capacity nor on what lies in empty slots. interpret:
+    whether it is interpreted (from jax 0.12 on), or `interpreted(..)`.
     """
     batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
@@ -160,7 +162,7 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
-        interpret=interpret,
+        interpret=interpreted() if interpret is True else interpret,
     )
     # The same for all layers that share a book: made once for all of them.
     tables = [_by_query(spec, x) for x in (place.cos, place.sin, place.q_pos)]
@@ -168,6 +170,12 @@ def append_and_attend(
     k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
     out, *_ = _launch(spec)(qkv, *inputs, k_ref, v_ref)
     return out, jax.freeze(k_ref), jax.freeze(v_ref)
+
+
+def interpreted(**options: Any) -> Any:
+    """How the kernel is interpreted: `options` of `plgpu.InterpretGPUParams`."""
+    # Of the inlined parts there is only a fence.
+    return plgpu.InterpretGPUParams(inline_mgpu="ignore", **options)
 
 
 def _by_query(spec: _Spec, table: jax.Array) -> jax.Array:
@@ -181,12 +189,12 @@ def _by_query(spec: _Spec, table: jax.Array) -> jax.Array:
 def _launch(spec: _Spec):
     """The kernel's call: (qkv, tables, norms, caches as references) -> out and partial sums."""
     lead = (spec.batch, spec.kv_heads, spec.groups // spec.held)
-    sums = (*lead, spec.workers, QUERIES)
+    one = (spec.workers, QUERIES)
+    # By who merges them, so that its share is one run of memory.
+    values = (spec.dim // spec.columns, *one, spec.columns)
     shapes = [
         jax.ShapeDtypeStruct((spec.batch, spec.rows, spec.heads * spec.dim), jnp.bfloat16),
-        jax.ShapeDtypeStruct((*sums, spec.dim), jnp.float32),
-        jax.ShapeDtypeStruct(sums, jnp.float32),
-        jax.ShapeDtypeStruct(sums, jnp.float32),
+        *(jax.ShapeDtypeStruct((*lead, *sums), jnp.float32) for sums in (values, one, one)),
     ]
     return plgpu.kernel(
         partial(_kernel, spec),
@@ -205,7 +213,7 @@ def _launch(spec: _Spec):
             unsafe_no_auto_barriers=True,
             lowering_semantics=plgpu.LoweringSemantics.Lane,
         ),
-        interpret=plgpu.InterpretGPUParams(inline_mgpu="ignore") if spec.interpret else None,
+        interpret=spec.interpret or None,
     )
 
 
@@ -289,16 +297,18 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
 
     @pl.when(share.owns)
     def _():
+        tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
         plgpu.barrier_wait(at.own_here)
-        _rotate(spec, at.own_k, at.own_k, norms[1], (cos, sin))
+        _rotate(spec, at.own_k, at.own_k, norms[1], tables)
         rows = pl.ds(share.slot, spec.rows)
         plgpu.copy_smem_to_gmem(at.own_k.at[pl.ds(0, spec.rows)], k_cache.at[rows])
         plgpu.copy_smem_to_gmem(at.own_v, v_cache.at[rows])
 
     @pl.when(warpgroup == 0)
     def _():
+        tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
         plgpu.barrier_wait(at.raw_here)
-        _rotate(spec, at.raw, at.q, norms[0], (cos, sin))
+        _rotate(spec, at.raw, at.q, norms[0], tables)
         plgpu.barrier_arrive(at.q_here)
 
     @pl.when(share.owns)
@@ -307,8 +317,10 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
         fetch_first(own=True)
 
     plgpu.barrier_wait(at.q_here)
-    mine = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
-    for x, ref in zip(mine, sums, strict=True):
+    values, *rest = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
+    for i, column in enumerate(range(0, spec.dim, spec.columns)):
+        _store(sums[0].at[i, worker], values[:, column : column + spec.columns])
+    for x, ref in zip(rest, sums[1:], strict=True):
         _store(ref.at[worker], x)
     _fence()
     plgpu.commit_smem()
@@ -320,7 +332,7 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     @pl.when(worker * spec.columns < spec.dim)
     def _():
         merged = at.merged.at[warpgroup]
-        _store(merged, _merge(spec, sums, worker * spec.columns).astype(jnp.bfloat16))
+        _store(merged, _merge(spec, sums, worker).astype(jnp.bfloat16))
         plgpu.commit_smem()
         for i in range(spec.held):
             column = (head + i) * spec.dim + worker * spec.columns
@@ -429,7 +441,7 @@ def _rotate(spec: _Spec, raw, ref, norm, tables):
     """Projected heads `raw [QUERIES, D]`, normed and roped, into `ref`, for copies and products."""
     halves = [pl.ds(i * spec.half, spec.half) for i in range(2)]
     a, b = (_load(raw.at[:, at], plgpu.Layout.WGMMA).astype(jnp.float32) for at in halves)
-    cos, sin = (_load(x, plgpu.Layout.WGMMA) for x in tables)
+    cos, sin = tables
     if norm is not None:
         mean = (jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / spec.dim)
         scale = _spread(jax.lax.rsqrt(mean + spec.eps), a.shape, 0)
@@ -525,16 +537,13 @@ def _product(a, b, shape):
     return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
 
 
-def _merge(spec: _Spec, sums, column):
-    """Attended rows `[QUERIES, columns]`, columns `column ..` of the head, of all workers' sums."""
+def _merge(spec: _Spec, sums, worker):
+    """Attended rows `[QUERIES, columns]`: this worker's columns, of all workers' sums."""
     acc, top, total = sums
     shape = (QUERIES, spec.columns)
     tops = [_load(top.at[i], _DOWN) for i in range(spec.workers)]
     totals = [_load(total.at[i], _DOWN) for i in range(spec.workers)]
-    parts = [
-        _load(acc.at[i, :, pl.ds(column, spec.columns)], plgpu.Layout.WGMMA)
-        for i in range(spec.workers)
-    ]
+    parts = [_load(acc.at[worker, i], plgpu.Layout.WGMMA) for i in range(spec.workers)]
     highest = tops[0]
     for x in tops[1:]:
         highest = jnp.maximum(highest, x)

@@ -233,6 +233,21 @@ def test_in_a_while_loop(run):
         assert (np.isnan(leaf) == np.isnan(wanted)).all()
 
 
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(("length", "window"), [(1500, None), (66, 40)])
+def test_no_two_threads_race(kernel, length, window):
+    """Checked by the interpreter. (A block across two tiles is written by both tiles' owners, with
+    the same bytes, which it would take for a race.)
+    """
+    run = partial(
+        kernel.append_and_attend,
+        interpret=kernel.interpreted(detect_races=True),
+        tiling=kernel.Tiling(warpgroups=1, stages=2),
+    )
+    check(narrow(length, slots=length // 64 * 64 + 128), run=run, causal=False, window=window)
+
+
 # --- for a GPU ----------------------------------------------------------------------------------
 
 
