@@ -176,11 +176,12 @@ def test_rings_before_and_after_they_turn(run):
 @needs_interpreter
 @pytest.mark.slow
 def test_rows_outside_the_window_are_not_read(run):
-    args = list(narrow(140))
-    clean = run(*args, causal=False, window=10)
-    behind = (jnp.arange(160) < 140 - 9)[None, None, :, None]
+    """From the middle of a tile on that is not the last."""
+    args, window = list(narrow(250, slots=272)), 100
+    clean = run(*args, causal=False, window=window)
+    behind = (jnp.arange(272) < 250 - (window - 1))[None, None, :, None]
     args[4:] = [jnp.where(behind, jnp.nan, leaf) for leaf in args[4:]]
-    dirty = run(*args, causal=False, window=10)
+    dirty = run(*args, causal=False, window=window)
     same(clean[0], dirty[0])
     close(dirty[0], clean[0])
 
@@ -235,7 +236,7 @@ def test_in_a_while_loop(run):
 
 @needs_interpreter
 @pytest.mark.slow
-@pytest.mark.parametrize(("length", "window"), [(1500, None), (66, 40)])
+@pytest.mark.parametrize(("length", "window"), [(1500, None), (66, 9)])
 def test_no_two_threads_race(kernel, length, window):
     """Checked by the interpreter. (A block across two tiles is written by both tiles' owners, with
     the same bytes, which it would take for a race.)
