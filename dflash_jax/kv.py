@@ -19,6 +19,8 @@ from dflash_jax.config import DFlashConfig
 
 ABSENT = -1
 """Position of a cache slot that holds nothing: attention never reads it, NaN included."""
+SLOT_STEP = 8
+"""A cache has a multiple of so many slots: the rows that bulk copies on a Hopper GPU go by."""
 
 
 class Slots(struct.PyTreeNode):
@@ -57,6 +59,10 @@ class DraftKV(struct.PyTreeNode):
         return self.ring if self.ring is not None and self.ring_layers[layer] else self.full
 
 
+def _whole(slots: int) -> int:
+    return -(-slots // SLOT_STEP) * SLOT_STEP
+
+
 def allocate(
     config: DFlashConfig,
     batch: int,
@@ -73,10 +79,10 @@ def allocate(
     """
     sharding.check_batch(mesh, batch)
     slack = config.block_size + 1
-    full_slots = capacity + max(slack, overhang)
+    full_slots = _whole(capacity + max(slack, overhang))
     windows = [w for w in config.layer_window if w is not None]
     ring_rows = max(windows, default=0) + config.block_size
-    ring_slots = ring_rows + 2 * slack if windows else full_slots
+    ring_slots = _whole(ring_rows + 2 * slack) if windows else full_slots
     bounded = ring_slots < full_slots
     ring_layers = tuple(bounded and w is not None for w in config.layer_window)
     heads, dim = config.num_key_value_heads, config.head_dim

@@ -26,7 +26,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from dflash_jax.attention import BlockPlace, HeadNorms
-from dflash_jax.kv import ABSENT
+from dflash_jax.kv import ABSENT, SLOT_STEP
 
 SPLITS = 8
 """Blocks of a cluster: the most that every Hopper can place."""
@@ -37,8 +37,6 @@ QUERIES = 64
 MAX_ROWS = QUERIES
 """Most rows of a block of the sequence."""
 HEAD_DIMS = (64, 128)
-SLOT_STEP = 8
-"""A cache has a multiple of so many slots: the rows that copies into a product's tiles go by."""
 
 _LEAST = float(jnp.finfo(jnp.float32).min)
 _LOG2_E = math.log2(math.e)

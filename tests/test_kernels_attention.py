@@ -80,7 +80,7 @@ def turned_ring(turns_at, rows=4, dim=32, dtype=F32, heads=4, kv_heads=2):
     )
     kv = cache.allocate(config, 1, 64, dtype)
     book, at = kv.ring, 0
-    assert book.pos.shape[1] == 6 + 4 + 2 * 5
+    assert book.pos.shape[1] == 24, "6 + 4 + 2 * 5, in eights"
     rng = np.random.default_rng(turns_at)
     while at < turns_at:
         slot = cache.reserve(book, 3)

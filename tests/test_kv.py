@@ -17,8 +17,9 @@ append = jax.jit(ingest_ctx)
 
 
 def test_a_full_layer_keeps_capacity_rows_and_slack():
+    """In eights, as every cache."""
     kv = cache.allocate(TINY, 3, 100, F32)
-    assert [leaf.shape for leaf in kv.k + kv.v] == [(3, 2, 100 + 5, 8)] * 4
+    assert [leaf.shape for leaf in kv.k + kv.v] == [(3, 2, 112, 8)] * 4, "100 + 5"
     assert kv.ring is None
     assert kv.len.tolist() == kv.floor.tolist() == [0, 0, 0]
     assert (np.asarray(kv.full.pos) == ABSENT).all()
@@ -26,13 +27,13 @@ def test_a_full_layer_keeps_capacity_rows_and_slack():
 
 def test_a_ring_holds_window_block_and_two_appends_whatever_the_overhang():
     kv = cache.allocate(SLIDING, 1, 100, F32, overhang=16)
-    assert [leaf.shape[2] for leaf in kv.k] == [6 + 4 + 2 * 5, 100 + 16]
+    assert [leaf.shape[2] for leaf in kv.k] == [24, 120], "6 + 4 + 2 * 5 and 100 + 16"
 
 
 def test_a_window_near_the_capacity_needs_no_ring():
     kv = cache.allocate(SLIDING, 1, 8, F32)
     assert kv.ring is None
-    assert [leaf.shape[2] for leaf in kv.k] == [8 + 5, 8 + 5]
+    assert [leaf.shape[2] for leaf in kv.k] == [16, 16], "8 + 5"
 
 
 @pytest.mark.parametrize("capacity", [4096, 131072])
