@@ -1,5 +1,6 @@
 """The Hopper attention kernel against the reference: interpreted here, compiled on a GPU."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda import lowered
-from targets import tiny_draft, tiny_target
+from targets import TINY, tiny_draft, tiny_target
 from test_kernels import Device
 from test_kernels_attention import (
     BF16,
@@ -23,7 +24,8 @@ from test_kernels_attention import (
     turned_ring,
 )
 
-from dflash_jax import generate, kernels
+from dflash_jax import forward_round, generate, kernels
+from dflash_jax import kv as cache
 from dflash_jax.attention import append_and_attend
 
 old = jax.__version_info__ < (0, 11)
@@ -266,6 +268,19 @@ def test_lowers_for_cuda(kernel, preset, rows):
         )
         assert text.count("custom_call @mosaic_gpu") == 1
         assert text.count("output_operand_alias<") == 2
+
+
+@needs_interface
+@pytest.mark.slow
+def test_a_drafters_round_lowers_with_it(monkeypatch):
+    """A ring and a full cache of the size that a session makes."""
+    monkeypatch.setattr(kernels, "device_refusal", lambda hopper=False: None)
+    config = dataclasses.replace(TINY, head_dim=64, block_size=16, layer_window=(40, None))
+    draft = jax.tree.map(lambda x: x.astype(BF16), tiny_draft(config))
+    kv = cache.allocate(config, 1, 4096, BF16)
+    noise, pos = jnp.zeros((1, 16, 32), BF16), jnp.arange(16)[None]
+    text = lowered(partial(forward_round, implementation="mosaic"), draft, kv, noise, pos)
+    assert text.count("custom_call @mosaic_gpu") == 2
 
 
 @pytest.fixture
