@@ -23,10 +23,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from dflash_jax.attention import BlockPlace, HeadNorms
 from dflash_jax.kv import ABSENT, SLOT_STEP
+
+plgpu: Any = mosaic_gpu  # another interface in every version of jax
 
 SPLITS = 8
 """Blocks of a cluster: the most that every Hopper can place."""
@@ -355,20 +359,20 @@ class _Scratch:
     what has come.
     """
 
-    raw: jax.Ref
-    own_k: jax.Ref
-    own_v: jax.Ref
-    q: jax.Ref
-    k: jax.Ref
-    v: jax.Ref
-    places: jax.Ref
-    merged: jax.Ref
-    raw_here: jax.Ref
-    own_here: jax.Ref
-    q_here: jax.Ref
-    tile_here: jax.Ref
-    summed: jax.Ref
-    weights: jax.Ref | None = None
+    raw: Any
+    own_k: Any
+    own_v: Any
+    q: Any
+    k: Any
+    v: Any
+    places: Any
+    merged: Any
+    raw_here: Any
+    own_here: Any
+    q_here: Any
+    tile_here: Any
+    summed: Any
+    weights: Any = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -532,7 +536,7 @@ def _product(a, b, shape):
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _merge(spec: _Spec, sums, worker):
@@ -554,12 +558,9 @@ def _merge(spec: _Spec, sums, worker):
 def _fence():
     """What a thread wrote before is there for whoever it meets at a barrier of the cluster."""
 
-    @plgpu.inline_mgpu()
     def fence(_):
-        from jaxlib.mlir import ir
-        from jaxlib.mlir.dialects import llvm
-
         none = ir.Type.parse("!llvm.void")
         llvm.inline_asm(none, [], "fence.acq_rel.gpu;", "", has_side_effects=True)
 
-    fence()
+    inlined: Any = plgpu.inline_mgpu()(fence)
+    inlined()
