@@ -319,30 +319,8 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
         fetch_first(own=True)
 
     plgpu.barrier_wait(at.q_here)
-    values, *rest = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
-    for i, column in enumerate(range(0, spec.dim, spec.columns)):
-        _store(sums[0].at[i, worker], values[:, column : column + spec.columns])
-    for x, ref in zip(rest, sums[1:], strict=True):
-        _store(ref.at[worker], x)
-    _fence()
-    plgpu.commit_smem()
-    plgpu.barrier_arrive(at.summed)
-    # All wait: a block must not end while another may still arrive in its memory.
-    plgpu.barrier_wait(at.summed)
-    _fence()
-
-    @pl.when(worker * spec.columns < spec.dim)
-    def _():
-        merged = at.merged.at[warpgroup]
-        _store(merged, _merge(spec, sums, worker).astype(jnp.bfloat16))
-        plgpu.commit_smem()
-        for i in range(spec.held):
-            column = (head + i) * spec.dim + worker * spec.columns
-            plgpu.copy_smem_to_gmem(
-                merged.at[pl.ds(i * spec.pitch, spec.rows)],
-                out.at[:, pl.ds(column, spec.columns)],
-            )
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    mine = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
+    _exchange(spec, at, sums, out, mine, head, worker, warpgroup)
 
 
 _DOWN = plgpu.Layout.WGMMA.reduce(1)
@@ -537,6 +515,34 @@ def _product(a, b, shape):
         return acc[...]
 
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def _exchange(spec: _Spec, at: _Scratch, sums, out, mine, head, worker, warpgroup):
+    """Give each worker its columns of this one's sums, and store this one's of all."""
+    values, *rest = mine
+    for i, column in enumerate(range(0, spec.dim, spec.columns)):
+        _store(sums[0].at[i, worker], values[:, column : column + spec.columns])
+    for x, ref in zip(rest, sums[1:], strict=True):
+        _store(ref.at[worker], x)
+    _fence()
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(at.summed)
+    # All wait: a block must not end while another may still arrive in its memory.
+    plgpu.barrier_wait(at.summed)
+    _fence()
+
+    @pl.when(worker * spec.columns < spec.dim)
+    def _():
+        merged = at.merged.at[warpgroup]
+        _store(merged, _merge(spec, sums, worker).astype(jnp.bfloat16))
+        plgpu.commit_smem()
+        for i in range(spec.held):
+            column = (head + i) * spec.dim + worker * spec.columns
+            plgpu.copy_smem_to_gmem(
+                merged.at[pl.ds(i * spec.pitch, spec.rows)],
+                out.at[:, pl.ds(column, spec.columns)],
+            )
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _merge(spec: _Spec, sums, worker):
