@@ -47,15 +47,45 @@ class Generation:
     @property
     def slot_acceptance(self) -> list[float]:
         """For each draft slot, the share of the rounds that verified it in which it was kept."""
-        rounds = list(zip(self.acceptance_lengths, self.verify_widths, strict=True))
-        slots = range(1, max(self.verify_widths, default=1))
-        kept = [[gain > slot for gain, width in rounds if width > slot] for slot in slots]
-        return [sum(rounds) / len(rounds) for rounds in kept]
+        return SlotAcceptance.of(self.acceptance_lengths, self.verify_widths).kept
 
     @property
     def tokens_per_second(self) -> float:
         """Tokens gained in rounds over the rounds' wall time; 0.0 where there was no round."""
         return sum(self.acceptance_lengths) / self.seconds if self.rounds else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotAcceptance:
+    """What becomes of each draft slot, over all rounds.
+
+    verified: rounds whose window reached it. kept: the share of those in which it was accepted.
+    tried: the rounds in which all drafts before it were accepted too, so that it was judged;
+    held: the share of those in which it was accepted.
+    """
+
+    verified: list[int]
+    kept: list[float]
+    tried: list[int]
+    held: list[float]
+
+    @classmethod
+    def of(cls, gains: Sequence[int], widths: Sequence[int]) -> "SlotAcceptance":
+        """From tokens gained and rows verified in each round.
+
+        >>> SlotAcceptance.of(gains=[3, 1, 2, 2], widths=[3, 3, 2, 2])
+        SlotAcceptance(verified=[4, 2], kept=[0.75, 0.5], tried=[4, 1], held=[0.75, 1.0])
+        """
+        rounds = list(zip(gains, widths, strict=True))
+        slots = range(1, max(widths, default=1))
+        verified = [sum(width > slot for _, width in rounds) for slot in slots]
+        kept = [sum(gain > slot for gain, _ in rounds) for slot in slots]
+        tried = [sum(gain >= slot < width for gain, width in rounds) for slot in slots]
+        return cls(verified, _shares(kept, verified), tried, _shares(kept, tried))
+
+
+def _shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
+    return [part / whole if whole else 0.0 for part, whole in zip(parts, wholes, strict=True)]
 
 
 def books(state: DecodeState) -> DecodeState:

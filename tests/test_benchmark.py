@@ -15,7 +15,6 @@ from dflash_jax.benchmark.report import (
     Answer,
     Report,
     Setting,
-    Slots,
     Trial,
     comparable,
     pairs_of,
@@ -25,6 +24,7 @@ from dflash_jax.benchmark.text import changes, tables
 from dflash_jax.cli import main, make_parser
 from dflash_jax.cli.bench import ways
 from dflash_jax.compare import top2_gap
+from dflash_jax.results import SlotAcceptance
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets.loading import LoadedTarget
 
@@ -48,7 +48,7 @@ COUNT = 20
 )
 @settings(deadline=None, max_examples=200)
 def test_slots_are_counted_draft_by_draft(rounds):
-    slots = Slots.of([gain for gain, _ in rounds], [width for _, width in rounds])
+    slots = SlotAcceptance.of([gain for gain, _ in rounds], [width for _, width in rounds])
     longest = max((width for _, width in rounds), default=1) - 1
     assert len(slots.kept) == len(slots.held) == longest
     for slot in range(longest):
@@ -89,7 +89,7 @@ def test_a_trials_figures():
 def test_a_trial_without_rounds():
     told = trial([answer("", [], [])], tokens=0, seconds=0.0, plain_tokens=0, plain_seconds=0.0)
     assert (told.mean_acceptance_length, told.speedup, told.histogram, told.kinds) == (0, 0, {}, {})
-    assert told.slots == Slots([], [], [], [])
+    assert told.slots == SlotAcceptance([], [], [], [])
 
 
 # --- runs -----------------------------------------------------------------------------------------

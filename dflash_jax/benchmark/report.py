@@ -4,9 +4,10 @@ import dataclasses
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from dflash_jax.results import SlotAcceptance
 
 FORMAT = 1
 
@@ -27,7 +28,7 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """One prompt's rounds; the fields are those of `session.Generation`.
+    """One prompt's rounds; the fields are those of `results.Generation`.
 
     seconds, plain_seconds: of its rounds with and without the drafter, shared by all sequences of
     its batch.
@@ -48,39 +49,6 @@ class Answer:
         """Tokens gained per round; 0.0 where there was no round."""
         gains = self.acceptance_lengths
         return sum(gains) / len(gains) if gains else 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Slots:
-    """What becomes of each draft slot, over all rounds.
-
-    verified: rounds whose window reached it. kept: the share of those in which it was accepted.
-    tried: the rounds in which all drafts before it were accepted too, so that it was judged;
-    held: the share of those in which it was accepted.
-    """
-
-    verified: list[int]
-    kept: list[float]
-    tried: list[int]
-    held: list[float]
-
-    @classmethod
-    def of(cls, gains: Sequence[int], widths: Sequence[int]) -> "Slots":
-        """From tokens gained and rows verified in each round.
-
-        >>> Slots.of(gains=[3, 1, 2, 2], widths=[3, 3, 2, 2])
-        Slots(verified=[4, 2], kept=[0.75, 0.5], tried=[4, 1], held=[0.75, 1.0])
-        """
-        rounds = list(zip(gains, widths, strict=True))
-        slots = range(1, max(widths, default=1))
-        verified = [sum(width > slot for _, width in rounds) for slot in slots]
-        kept = [sum(gain > slot for gain, _ in rounds) for slot in slots]
-        tried = [sum(gain >= slot < width for gain, width in rounds) for slot in slots]
-        return cls(verified, _shares(kept, verified), tried, _shares(kept, tried))
-
-
-def _shares(parts: Sequence[int], wholes: Sequence[int]) -> list[float]:
-    return [part / whole if whole else 0.0 for part, whole in zip(parts, wholes, strict=True)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,10 +78,10 @@ class Trial:
         return [gain for answer in self.answers for gain in answer.acceptance_lengths]
 
     @property
-    def slots(self) -> Slots:
+    def slots(self) -> SlotAcceptance:
         """Acceptance slot by slot."""
         widths = [width for answer in self.answers for width in answer.verify_widths]
-        return Slots.of(self.gains, widths)
+        return SlotAcceptance.of(self.gains, widths)
 
     @property
     def mean_acceptance_length(self) -> float:
