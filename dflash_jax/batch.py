@@ -34,7 +34,6 @@ from dflash_jax.round import DecodeState
 from dflash_jax.sampling import Kind, SamplingParams, kinds_of
 from dflash_jax.session import GREEDY
 from dflash_jax.targets import Target
-from dflash_jax.window import Meter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,30 +207,21 @@ class Slots:
         if not self.free:
             raise ValueError(f"slots: expected a free one, found all {self.slots} taken")
         slot, plan, began = self.free[0], self.plan, time.perf_counter()
-        copies = sharding.groups(self.mesh)
-        caches = loop.empty_caches(self.target, self.draft, copies, plan.capacity)
-        rows, none = [ids] * copies, [0] * copies
-        caches = loop.prefill(
-            self.target, self.draft, caches, rows, none, plan.capacity, plan.implementation
-        )
-        table = stop_table([stops] * copies, self._stops)
-        sampler, history = loop.sampling_state(
-            self.target, plan, [request.sampling] * copies, rows, self.kinds
-        )
-        row = loop.start(
+        row = loop.read_alone(
             self.target,
-            *caches,
-            jnp.full((copies,), budget_of(request.max_new_tokens), jnp.int32),
-            jnp.full((copies,), plan.verify_width, jnp.int32),
-            table,
-            sampler,
-            history,
+            self.draft,
             plan,
-            None if self.costs is None else Meter.of(self.costs, copies),
+            ids,
+            stop_table([stops], self._stops)[0],
+            request.sampling,
+            self.kinds,
+            budget=budget_of(request.max_new_tokens),
+            verify_cap=plan.verify_width,
+            costs=self.costs,
         )
         if self._state is None:
-            self._state = loop.side_by_side((row, table), self.slots, self.mesh)
-        self._state = loop.join(self._state, (row, table), jnp.int32(slot), self.mesh)
+            self._state = loop.side_by_side(row, self.slots, self.mesh)
+        self._state = loop.join(self._state, row, jnp.int32(slot), self.mesh)
         jax.block_until_ready(self._state)
         taken = time.perf_counter() - began
         self._held[slot] = _Held(number, len(ids), stops, prefill_seconds=taken)

@@ -9,13 +9,14 @@ own rounds would depend on the machine's moods, and with it the draws of a reque
 
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
 
-from dflash_jax import loop, sharding
+from dflash_jax import loop
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import ALL_ROUNDS, stop_table
 from dflash_jax.round import DecodeState, RoundPlan
@@ -80,35 +81,26 @@ def measure_costs(
         # A clock that stands still, or a busy machine, must not make a round free.
         return max((long - short) / ROUNDS, long / (1 + ROUNDS) / 10, 1e-9)
 
-    costs = {}
+    costs, kinds = {}, tuple(kinds)
     for context in sorted({max(1, min(context, most)) for context in asked}):
-        row = _made_up(target, draft, plan, context, tuple(kinds))
+        row = _made_up(target, draft, plan, context, stops[0], kinds)
         costs[context] = {width: seconds(row, width) for width in plan.widths}
     return _agreed(costs)
 
 
 def _made_up(
-    target: Target, draft: DFlashDraft, plan: RoundPlan, context: int, kinds: tuple[Kind, ...]
+    target: Target,
+    draft: DFlashDraft,
+    plan: RoundPlan,
+    context: int,
+    stop_ids: jax.Array,
+    kinds: tuple[Kind, ...],
 ) -> loop.Sequences:
-    """A sequence behind a prompt of zeros, accepting nothing, without end (see `side_by_side`)."""
-    copies = sharding.groups(draft.mesh)
-    caches = loop.empty_caches(target, draft, copies, plan.capacity)
-    ids, none = [[0] * context] * copies, [0] * copies
-    caches = loop.prefill(target, draft, caches, ids, none, plan.capacity, plan.implementation)
-    params = [SamplingParams(temperature=1.0 if plan.sampled else 0.0)] * copies
-    sampler, history = loop.sampling_state(target, plan, params, ids, kinds)
-    stops = stop_table([()] * copies)
-    state = loop.start(
-        target,
-        *caches,
-        jnp.full((copies,), ALL_ROUNDS, jnp.int32),
-        jnp.ones((copies,), jnp.int32),
-        stops,
-        sampler,
-        history,
-        plan,
-    )
-    return state, stops
+    """A sequence behind a prompt of zeros, accepting nothing, without end."""
+    params = SamplingParams(temperature=1.0 if plan.sampled else 0.0)
+    endless: dict[str, Any] = {"budget": ALL_ROUNDS, "verify_cap": 1}
+    zeros = [0] * context
+    return loop.read_alone(target, draft, plan, zeros, stop_ids, params, kinds, **endless)
 
 
 def _agreed(costs: dict[int, dict[int, float]]) -> dict[int, dict[int, float]]:

@@ -26,7 +26,7 @@ from dflash_jax.sampling import (
 )
 from dflash_jax.targets import Target
 from dflash_jax.verify import decide_sampled
-from dflash_jax.window import Meter
+from dflash_jax.window import Costs, Meter
 
 CHUNKS = (16, 64, 256)
 """Widths of a prompt chunk; a prompt runs in the widest that fits, its tail padded."""
@@ -236,15 +236,7 @@ def start(
     """
     raw = target.logits(last)[:, None]
     logits = raw if sampler is None else shaped_logits(sampler, raw, history, state.len)
-    if plan.sampled:
-        assert sampler is not None
-        # The prompt's last row stands where an anchor would: its next token is a bonus draw.
-        cand = jnp.zeros_like(budget)[:, None]
-        ones, before, how = jnp.ones_like(budget), state.len - 1, plan.implementation
-        decision = decide_sampled(None, cand, logits, ones, sampler, before, how)
-        anchor = decision.tokens[:, 0]
-    else:
-        anchor = jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+    anchor = _first_token(logits, sampler, state.len, plan)
     batch, width = anchor.shape[0], plan.capacity + 1 + plan.verify_width
     zeros = jnp.zeros((batch,), jnp.int32)
     if history is not None:
@@ -281,6 +273,19 @@ def start(
     return books.replace(target=state, draft=kv)
 
 
+def _first_token(
+    logits: jax.Array, sampler: Sampler | None, length: jax.Array, plan: RoundPlan
+) -> jax.Array:
+    """The token `[B]` behind prompts of `length [B]`, by the logits `[B, 1, V]` of their ends."""
+    if not plan.sampled:
+        return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
+    assert sampler is not None
+    # The prompt's last row stands where an anchor would: its next token is a bonus draw.
+    anchor, ones = jnp.zeros_like(length)[:, None], jnp.ones_like(length)
+    decision = decide_sampled(None, anchor, logits, ones, sampler, length - 1, plan.implementation)
+    return decision.tokens[:, 0]
+
+
 @partial(jax.jit, static_argnames=("plan",), donate_argnames=("state",))
 def decode(
     target: Target,
@@ -313,11 +318,46 @@ def decode(
     return jax.lax.while_loop(unfinished, step, (jnp.int32(0), state))[1]
 
 
+def read_alone(
+    target: Target,
+    draft: DFlashDraft | None,
+    plan: RoundPlan,
+    ids: Sequence[int],
+    stop_ids: jax.Array,
+    params: SamplingParams,
+    kinds: Iterable[Kind],
+    *,
+    budget: int,
+    verify_cap: int,
+    costs: Costs | None = None,
+) -> Sequences:
+    """One sequence with its first token: the prompt `ids`, read into caches of its own.
+
+    Over a mesh, one copy of it for each group of the data axis: see `side_by_side` and `join`.
+    stop_ids: `[n]`. costs: what its meter starts from, for the policy `cost`.
+    """
+    copies = sharding.groups(getattr(target, "mesh", None))
+    rows, stops = [ids] * copies, jnp.tile(stop_ids[None], (copies, 1))
+    caches = empty_caches(target, draft, copies, plan.capacity)
+    caches = prefill(target, draft, caches, rows, [0] * copies, plan.capacity, plan.implementation)
+    state = start(
+        target,
+        *caches,
+        jnp.full((copies,), budget, jnp.int32),
+        jnp.full((copies,), verify_cap, jnp.int32),
+        stops,
+        *sampling_state(target, plan, [params] * copies, rows, kinds),
+        plan,
+        None if costs is None else Meter.of(costs, copies),
+    )
+    return state, stops
+
+
 @partial(jax.jit, static_argnames=("slots", "mesh"))
 def side_by_side(row: Sequences, slots: int, mesh: Mesh | None = None) -> Sequences:
     """`slots` copies of one sequence, all of them done: room for others, see `join`.
 
-    row: one sequence; over a mesh one copy of it for each group of the data axis.
+    row: of `read_alone`.
     """
     count = slots // row[1].shape[0]
 
