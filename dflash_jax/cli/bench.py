@@ -1,6 +1,7 @@
 """`dflash-jax bench`: what a drafter accepts on many prompts, and what that is worth."""
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -14,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from dflash_jax import __version__
-from dflash_jax.benchmark import Decoding, Prompt, decode, run_trial
+from dflash_jax.benchmark import Prompt, decode, run_trial
 from dflash_jax.benchmark.figure import save_figure
 from dflash_jax.benchmark.report import Report, comparable, digest, pairs_of, read_report
 from dflash_jax.benchmark.text import changes, tables
@@ -28,11 +29,9 @@ from dflash_jax.compare import plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.extras import require
-from dflash_jax.keys import printable
-from dflash_jax.options import token_ids_of
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
-from dflash_jax.records import HELDOUT, Record, kind_of, naming, prompt_ids, read_records
+from dflash_jax.records import HELDOUT, kind_of, naming, read_records
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, PolicyKind
 
@@ -121,13 +120,13 @@ def _measure(args: argparse.Namespace, mesh: Mesh | None, against: Report | None
         trials=[],
     )
     if against is not None:  # before anything is decoded for nothing
-        _against(args, comparable, report, against)
-    plain: dict[int, Decoding] = {}
+        with _naming_earlier(args):
+            comparable(report, against)
     work = len(prompts) * (len(several) + 1) * len(args.batch)
     with Progress("decoding", work, unit="prompts", show=False if args.json else None) as bar:
         for batch in args.batch:
             common = loaded.target, None, prompts, args.max_new_tokens
-            plain[batch] = decode(*common, plain_options(several[0]), batch, bar.add)
+            plain = decode(*common, plain_options(several[0]), batch, bar.add)
             for options in several:
                 trial = run_trial(
                     loaded.target,
@@ -136,7 +135,7 @@ def _measure(args: argparse.Namespace, mesh: Mesh | None, against: Report | None
                     args.max_new_tokens,
                     options,
                     batch,
-                    plain[batch],
+                    plain,
                     bar.add,
                 )
                 report.trials.append(trial)
@@ -154,31 +153,16 @@ def read_prompts(args: argparse.Namespace, loaded: LoadedTarget) -> list[Prompt]
     kinds: dict[str, list[Prompt]] = {}
     for record in read_records(file):
         with naming(record):
-            extra = record.keys() - {*files.PROMPT_KEYS, "kind"}
-            if extra:
-                known = ", ".join((*files.PROMPT_KEYS, "kind"))
-                raise ValueError(f"expected keys of {known}, found {printable(sorted(extra))}")
-        prompt = _prompt(record, args, loaded, template)
-        kinds.setdefault(prompt.kind, []).append(prompt)
+            files.check_keys(record, (*files.PROMPT_KEYS, "kind"))
+        kind, text = kind_of(record, ""), record.get("prompt")
+        ids = files.ids_of(record, loaded, args, template)
+        prompt = Prompt(ids, kind, text if isinstance(text, str) else "")
+        kinds.setdefault(kind, []).append(prompt)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*kinds.values()))
     prompts = [prompt for prompt in turns if prompt is not None]
     if not prompts:
         raise ValueError(f"{file}: expected prompts, found none")
     return prompts[: (LIMIT if args.limit is None else args.limit) or None]
-
-
-def _prompt(
-    record: Record, args: argparse.Namespace, loaded: LoadedTarget, template: dict[str, Any]
-) -> Prompt:
-    kind, text = kind_of(record, ""), record.get("prompt", "")
-    if args.no_chat and isinstance(text, str) and text and loaded.text is not None:
-        with naming(record):
-            ids = loaded.text.encode(text)
-    else:
-        ids = prompt_ids(record, loaded.text, **template)
-    with naming(record):
-        ids = token_ids_of("prompt", ids, loaded.target.vocab_size)
-    return Prompt(ids, kind, text if isinstance(text, str) else "")
 
 
 def ways(
@@ -261,16 +245,21 @@ def drafter_of(args: argparse.Namespace, draft: DFlashDraft) -> dict[str, Any]:
     }
 
 
-def _against(args: argparse.Namespace, check: Any, ours: Report, theirs: Report) -> Any:
+@contextlib.contextmanager
+def _naming_earlier(args: argparse.Namespace) -> Iterator[None]:
+    """A ValueError raised inside names the report of --against."""
     try:
-        return check(ours, theirs)
+        yield
     except ValueError as error:
         raise ValueError(f"--against {args.against}: {error}") from None
 
 
 def _show(args: argparse.Namespace, report: Report, against: Report | None) -> None:
     """Print, save and draw what was asked for."""
-    pairs = None if against is None else _against(args, pairs_of, report, against)
+    compared: list[str] = []
+    if against is not None:
+        with _naming_earlier(args):
+            compared = list(changes(args.against, against, pairs_of(report, against)))
     if args.save is not None:
         report.save(args.save)
     if args.plot is not None:
@@ -278,6 +267,4 @@ def _show(args: argparse.Namespace, report: Report, against: Report | None) -> N
     if args.json:
         print(json.dumps(report.as_dict()))
         return
-    print("\n".join(tables(report)))
-    if pairs is not None and against is not None:
-        print("\n".join(changes(args.against, against, pairs)))
+    print("\n".join([*tables(report), *compared]))

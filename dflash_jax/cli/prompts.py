@@ -3,7 +3,7 @@
 import argparse
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dflash_jax.batch import Request, serve
@@ -96,24 +96,43 @@ def request_of(
     """A line's request: `prompt`, `messages` or `prompt_ids`; what else it says goes before the
     command's own options. ValueError, naming file and line, for a key that means nothing here.
     """
-    options = template_args(args, loaded)
+    template = template_args(args, loaded)
     fields = {key: value for key, value in record.items() if key in RANGES}
     with naming(record):
-        extra = record.keys() - fields.keys() - {*PROMPT_KEYS, "max_new_tokens", "kind"}
-        if extra:
-            known = ", ".join((*PROMPT_KEYS, "max_new_tokens", *RANGES))
-            raise ValueError(f"expected keys of {known}, found {printable(sorted(extra))}")
+        check_keys(record, (*PROMPT_KEYS, "kind", "max_new_tokens", *RANGES))
         budget = budget_of(record.get("max_new_tokens", args.max_new_tokens))
         sampling = dataclasses.replace(sampling, **fields)
-        plain = args.no_chat and isinstance(record.get("prompt"), str)
-        ids = loaded.text.encode(record["prompt"]) if plain and loaded.text is not None else None
-    if ids is None:
-        ids = prompt_ids(record, loaded.text, **options)
+    return Request(ids_of(record, loaded, args, template), budget, sampling, stops)
+
+
+def check_keys(record: Mapping[str, Any], known: Sequence[str]) -> None:
+    """ValueError for a key that means nothing here."""
+    extra = sorted(record.keys() - {*known})
+    if extra:
+        raise ValueError(f"expected keys of {', '.join(known)}, found {printable(extra)}")
+
+
+def ids_of(
+    record: Mapping[str, Any],
+    loaded: LoadedTarget,
+    args: argparse.Namespace,
+    template: dict[str, Any],
+) -> list[int]:
+    """Token ids of a line's prompt; ValueError naming file and line where they are no prompt.
+
+    template: of `template_args`; --no-chat leaves it out where the line has a `prompt`.
+    """
+    text, codec = record.get("prompt"), loaded.text
+    if args.no_chat and isinstance(text, str) and codec is not None:
+        with naming(record):
+            ids = codec.encode(text)
+    else:
+        ids = prompt_ids(record, codec, **template)
     with naming(record):
         ids = token_ids_of("prompt", ids, loaded.target.vocab_size)
         if not ids:
             raise ValueError("prompt: expected at least one token, found none")
-    return Request(ids, budget, sampling, stops)
+    return ids
 
 
 def line_of(number: int, result: Generation, loaded: LoadedTarget) -> dict[str, Any]:
