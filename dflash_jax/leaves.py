@@ -124,9 +124,10 @@ def check_finite(values: np.ndarray, name: str, first: tuple[int, ...] = (0, 0))
     if np.issubdtype(values.dtype, np.integer) or _bits_finite(values):
         return
     wide = values.astype(np.float64)
-    for place in np.argwhere(~np.isfinite(wide)):
-        where = [int(i) + offset for i, offset in zip(place, first, strict=False)]
-        found = wide[tuple(place)]
+    places = np.argwhere(~np.isfinite(wide))
+    if len(places):
+        where = [int(i) + offset for i, offset in zip(places[0], first, strict=False)]
+        found = wide[tuple(places[0])]
         raise ValueError(f"{name}: expected finite {values.dtype}, found {found} at {where}")
 
 

@@ -62,8 +62,6 @@ class Sums(NamedTuple):
 
 ALONE = Sums()
 """On one device nothing is summed."""
-
-
 _UNKNOWN = object()
 
 
