@@ -23,12 +23,13 @@ from safetensors.numpy import save_file
 from dflash_jax import quant, sharding
 from dflash_jax.config import DFlashConfig, DSparkConfig, MarkovKind
 from dflash_jax.config_json import config_dict, parse_config, read_config
-from dflash_jax.draft import DFlashDraft, abstract
+from dflash_jax.draft import DFlashDraft
 from dflash_jax.gguf_file import GGUFFile, write_gguf
 from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head
 from dflash_jax.keys import decode_json
 from dflash_jax.leaves import check_finite, load_tree
 from dflash_jax.quant import Precision, QuantizedLinear
+from dflash_jax.shapes import abstract
 from dflash_jax.sharding import named_leaves
 from dflash_jax.tables import (
     CONFIDENCE,

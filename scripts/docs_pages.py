@@ -26,6 +26,7 @@ ORDER = (
     "checkpoint",
     "quant",
     "draft",
+    "shapes",
     "kv",
     "layers",
     "attention",

@@ -26,9 +26,9 @@ from dflash_jax.checkpoint import load_draft
 from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import DFlashConfig
 from dflash_jax.config_json import ARCHITECTURES, config_dict, parse_config
-from dflash_jax.draft import init_draft
 from dflash_jax.losses import Recipe
 from dflash_jax.records import HELDOUT, kind_of, prompt_ids, read_records
+from dflash_jax.shapes import init_draft
 from dflash_jax.targets.loading import load_target
 from dflash_jax.tensor_files import compute_dtype
 from dflash_jax.training import (

@@ -17,8 +17,9 @@ from targets import (
 )
 
 from dflash_jax.config import DFlash2Config, DSparkConfig
-from dflash_jax.draft import DFlashDraft, abstract
+from dflash_jax.draft import DFlashDraft
 from dflash_jax.sampling import SamplingParams
+from dflash_jax.shapes import abstract
 
 V, BLOCK = 6, 3
 

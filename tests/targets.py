@@ -15,7 +15,8 @@ from flax import struct
 
 from dflash_jax import load_draft
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
-from dflash_jax.draft import DFlashDraft, DraftHead, abstract
+from dflash_jax.draft import DFlashDraft, DraftHead
+from dflash_jax.shapes import abstract
 from dflash_jax.targets import TargetOutput, check_taps, dense
 from dflash_jax.targets.hf import load_hf
 

@@ -12,8 +12,9 @@ from targets import F32, SLIDING, TINY, random_tree, tiny_draft
 from dflash_jax import ctx_features, forward, forward_block, forward_round, ingest_ctx, kernels
 from dflash_jax import kv as cache
 from dflash_jax.attention import ABSENT
-from dflash_jax.draft import abstract, context_kv, for_rounds, init_draft
+from dflash_jax.draft import context_kv, for_rounds
 from dflash_jax.layers import rope_tables
+from dflash_jax.shapes import abstract, init_draft
 
 BLOCK = TINY.block_size
 CONFIGS = {

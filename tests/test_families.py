@@ -17,9 +17,10 @@ from targets import F32, TINY, tiny_target
 from dflash_jax import load_draft, read_config, save_draft
 from dflash_jax.config import DFlash2Config, DSparkConfig
 from dflash_jax.config_json import parse_config
-from dflash_jax.draft import abstract, ctx_features, forward_block
+from dflash_jax.draft import ctx_features, forward_block
 from dflash_jax.propose import draft_logits, propose
 from dflash_jax.sampling import Filters
+from dflash_jax.shapes import abstract
 from dflash_jax.sharding import named_leaves
 from dflash_jax.tables import tensor_table
 

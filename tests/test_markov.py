@@ -12,7 +12,6 @@ from targets import F32, TINY, random_tree, tiny_target
 
 from dflash_jax import generate
 from dflash_jax.config import DSparkConfig
-from dflash_jax.draft import abstract
 from dflash_jax.markov import (
     ConfidenceHead,
     MarkovHead,
@@ -25,6 +24,7 @@ from dflash_jax.markov import (
 )
 from dflash_jax.propose import draft_logits
 from dflash_jax.sampling import Filters
+from dflash_jax.shapes import abstract
 
 KINDS = ["vanilla", "gated", "rnn"]
 greedy_chain, sampled_chain = jax.jit(dspark_chain_greedy), jax.jit(dspark_chain_sampled)

@@ -12,7 +12,7 @@ from targets import F32, TINY, random_tree
 
 from dflash_jax import SpecSession, dspark_accept_prefix
 from dflash_jax.config import DFlash2Config, DSparkConfig, DSparkHarvest
-from dflash_jax.draft import DraftHead, abstract
+from dflash_jax.draft import DraftHead
 from dflash_jax.markov import confidence_raws
 from dflash_jax.propose import (
     dflash2_propose_greedy,
@@ -22,6 +22,7 @@ from dflash_jax.propose import (
     propose_rows,
 )
 from dflash_jax.sampling import Filters, filtered_probs
+from dflash_jax.shapes import abstract
 
 BATCH, SLOTS, V, H = 3, 3, 64, 32
 jitted = jax.jit(propose, static_argnames=("row_draws",))

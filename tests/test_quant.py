@@ -19,8 +19,8 @@ from targets import F32, tiny_draft, tiny_target
 from dflash_jax import forward, load_draft, quant, save_draft
 from dflash_jax.checkpoint import ASSETS, named_tensors
 from dflash_jax.config_json import config_dict, parse_config
-from dflash_jax.draft import abstract
 from dflash_jax.quant import PRECISIONS, QuantizedLinear
+from dflash_jax.shapes import abstract
 from dflash_jax.sharding import named_leaves
 from dflash_jax.training import Recipe, start_training
 

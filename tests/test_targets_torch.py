@@ -18,7 +18,7 @@ from targets import F32, TINY, random_tree
 
 from dflash_jax import SamplingParams, SpecSession, compare, generate, hosted
 from dflash_jax.cli import main
-from dflash_jax.draft import abstract
+from dflash_jax.shapes import abstract
 from dflash_jax.targets import torch as torch_target
 from dflash_jax.targets.loading import load_target
 from dflash_jax.targets.torch import TorchTarget, load_torch

@@ -17,7 +17,7 @@ from dflash_jax.blocks import (
     draw_anchors,
     legal_anchors,
 )
-from dflash_jax.draft import DraftHead, init_draft
+from dflash_jax.draft import DraftHead
 from dflash_jax.losses import (
     Blocks,
     Heads,
@@ -27,6 +27,7 @@ from dflash_jax.losses import (
     slot_weights,
 )
 from dflash_jax.propose import draft_logits, propose
+from dflash_jax.shapes import init_draft
 from dflash_jax.targets.hf import load_hf
 from dflash_jax.training import (
     Features,
