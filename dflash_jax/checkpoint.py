@@ -27,7 +27,7 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.gguf_file import GGUFFile, write_gguf
 from dflash_jax.head import D2T, LM_HEAD, draft_ids, own_head_rows, read_d2t, trim_head
 from dflash_jax.keys import decode_json
-from dflash_jax.leaves import check_finite, load_tree
+from dflash_jax.leaves import Entry, check_finite, load_tree
 from dflash_jax.quant import Precision, QuantizedLinear
 from dflash_jax.shapes import abstract
 from dflash_jax.sharding import named_leaves
@@ -39,7 +39,6 @@ from dflash_jax.tables import (
     MARKOV_IN,
     MARKOV_OUT,
     MIXES,
-    Entry,
     tensor_table,
 )
 from dflash_jax.tensor_files import (

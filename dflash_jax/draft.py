@@ -21,16 +21,21 @@ from dflash_jax.config import DFlashConfig
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, DraftKV
-from dflash_jax.layers import apply_rope, linear, rms_norm, rope_tables, row_linear, swiglu
+from dflash_jax.layers import (
+    SUM_TILE,
+    apply_rope,
+    linear,
+    rms_norm,
+    rope_tables,
+    row_linear,
+    swiglu,
+)
 from dflash_jax.markov import ConfidenceHead, MarkovHead
 from dflash_jax.quant import QuantizedLinear
 from dflash_jax.selector import DFlash2Head
 from dflash_jax.sharding import ALONE, Sums
 
 Matrix = jax.Array | QuantizedLinear
-COLUMN_TILE = 128
-"""On a GPU, XLA cuts the sum of a product of few rows into up to 16 parts of a multiple of 8, and
-pads both factors where they do not come out even."""
 
 
 class DFlashLayer(struct.PyTreeNode):
@@ -106,7 +111,7 @@ def for_rounds(draft: DFlashDraft) -> DFlashDraft:
         return draft
     fc = draft.fc
     if isinstance(fc, jax.Array) and kernels.device_refusal() is None:
-        fc = jnp.pad(fc, ((0, 0), (0, -fc.shape[1] % COLUMN_TILE)))
+        fc = jnp.pad(fc, ((0, 0), (0, -fc.shape[1] % SUM_TILE)))
     return draft.replace(fc=fc, context_kv=_context_rows(draft))
 
 

@@ -11,6 +11,11 @@ from dflash_jax.config import RopeConfig
 from dflash_jax.kernels import Implementation
 from dflash_jax.quant import QuantizedLinear
 
+SUM_TILE = 128
+"""Sums of products of few rows (over a cache's slots, over fc's columns) are of a multiple of this
+many: on a GPU, XLA cuts them into up to 16 parts of a multiple of 8, and pads both factors every
+time where they do not come out even."""
+
 
 def linear(
     x: jax.Array,

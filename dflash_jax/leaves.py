@@ -6,12 +6,13 @@ of host memory only what its largest leaf takes, and on a CPU, where both are on
 its bytes.
 """
 
+import dataclasses
 import gc
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,24 +29,21 @@ Read = Callable[[str, slice, slice], np.ndarray]
 """`read(name, rows, columns)`: that part of a tensor, in any float type (vectors: rows alone)."""
 
 
-class Part(Protocol):
-    """A tensor in a file: its shape, the dotted path of its leaf, and its first row there (in the
-    order of one device).
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """A tensor in a file: its exact shape, the dotted path of its leaf, its first row there (in the
+    order of one device), and other names that exports give it.
     """
 
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def leaf(self) -> str: ...
-
-    @property
-    def start(self) -> int: ...
+    shape: tuple[int, ...]
+    leaf: str
+    start: int = 0
+    aliases: tuple[str, ...] = ()
 
 
 def load_tree(
     shapes: Any,
-    table: Mapping[str, Part],
+    table: Mapping[str, Entry],
     read: Read,
     *,
     ready: Mapping[str, Callable[[], np.ndarray]] | None = None,
@@ -58,7 +56,7 @@ def load_tree(
 
     Args:
       shapes: shapes and dtypes of the leaves.
-      table: tensor name -> `Part`; together they fill every leaf that is not `ready`.
+      table: tensor name -> `Entry`; together they fill every leaf that is not `ready`.
       read: reads a part of a tensor.
       ready: path -> what makes that leaf, in the layout of one device, once its turn comes.
       transform: applied to each tensor's rows, or to a device's share of them.
@@ -70,7 +68,7 @@ def load_tree(
     """
     if mesh is not None:
         sharding.check(shapes, mesh)
-    parts: dict[str, list[tuple[str, Part]]] = {}
+    parts: dict[str, list[tuple[str, Entry]]] = {}
     for name, part in sorted(table.items(), key=lambda item: item[1].start):
         parts.setdefault(part.leaf, []).append((name, part))
     ready = {} if ready is None else ready
@@ -144,7 +142,7 @@ def _bits_finite(values: np.ndarray) -> bool:
 
 
 def _fill(
-    parts: Sequence[tuple[str, Part]],
+    parts: Sequence[tuple[str, Entry]],
     shape: Any,
     read: Read,
     transform: Callable[[str, np.ndarray], np.ndarray] | None,

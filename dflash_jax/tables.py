@@ -1,9 +1,8 @@
 """The tensors of a drafter's checkpoint: names, exact shapes, and the leaves that they fill."""
 
-import dataclasses
-
 from dflash_jax.config import DFlash2Config, DFlashConfig, DSparkConfig, MarkovKind
 from dflash_jax.head import LM_HEAD
+from dflash_jax.leaves import Entry
 
 MARKOV, CONFIDENCE, SELECTOR = "markov_head.", "confidence_head.proj.", "candidate_selector."
 MARKOV_IN, MARKOV_OUT = MARKOV + "markov_w1.weight", MARKOV + "markov_w2.weight"
@@ -15,18 +14,6 @@ DSPARK_KEYS = {
     "confidence": "enable_confidence_head",
     "confidence_with_markov": "confidence_head_with_markov",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Entry:
-    """One tensor on disk: exact shape, its leaf in the pytree, the leaf's first row it fills, and
-    other names that exports give it.
-    """
-
-    shape: tuple[int, ...]
-    leaf: str
-    start: int = 0
-    aliases: tuple[str, ...] = ()
 
 
 def tensor_table(config: DFlashConfig, head_rows: int | None = None) -> dict[str, Entry]:

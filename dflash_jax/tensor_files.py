@@ -14,9 +14,8 @@ from safetensors import SafetensorError, safe_open
 
 from dflash_jax import quant
 from dflash_jax.keys import printable, read_json
-from dflash_jax.leaves import ALL
+from dflash_jax.leaves import ALL, Entry
 from dflash_jax.quant import QuantizedLinear
-from dflash_jax.tables import Entry
 
 FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
 COMPARED = 4096

@@ -18,14 +18,9 @@ from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT
-from dflash_jax.layers import linear, rms_norm, rope_tables, row_linear, swiglu
+from dflash_jax.layers import SUM_TILE, linear, rms_norm, rope_tables, row_linear, swiglu
 from dflash_jax.sharding import ALONE, Sums
 from dflash_jax.targets import TargetOutput, check_taps
-
-SLOT_TILE = 128
-"""A cache has a multiple of this many slots. On a GPU, XLA cuts attention's sum over the slots into
-up to 16 parts of a multiple of 8, and pads K and V in every layer of every round where they do not
-come out even."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,7 +138,7 @@ class DenseTarget(struct.PyTreeNode):
     def init_state(self, batch: int, slots: int) -> DenseState:
         config = self.config
         sharding.check_batch(self.mesh, batch)
-        slots = -(-slots // SLOT_TILE) * SLOT_TILE
+        slots = -(-slots // SUM_TILE) * SUM_TILE  # which attention sums over
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
 
         def leaves() -> list[jax.Array]:

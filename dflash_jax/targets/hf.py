@@ -12,8 +12,7 @@ from jax.sharding import Mesh
 from dflash_jax.config_json import LAYER_TYPES, parse_rope
 from dflash_jax.keys import LARGEST, Keys, decode_json, read_json
 from dflash_jax.keys import table as nested_table
-from dflash_jax.leaves import load_tree
-from dflash_jax.tables import Entry
+from dflash_jax.leaves import Entry, load_tree
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget, abstract
 from dflash_jax.tensor_files import (
     COMPARED,
