@@ -25,8 +25,9 @@ from dflash_jax.arrays import read_npz
 from dflash_jax.blocks import Batch
 from dflash_jax.keys import LARGEST
 from dflash_jax.records import answer_ids, prompt_ids
+from dflash_jax.sharding import DATA
 from dflash_jax.targets import Target
-from dflash_jax.training import DATA, spread
+from dflash_jax.training import spread
 
 USER, ASSISTANT, PLAIN = 0, 1, 2
 """Who is speaking. PLAIN text has no turns; everything in it counts as answer."""

@@ -42,7 +42,7 @@ class Generation:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens gained per round, pooled; 0.0 where there was no round."""
-        return sum(self.acceptance_lengths) / self.rounds if self.rounds else 0.0
+        return mean_gain(self.acceptance_lengths)
 
     @property
     def slot_acceptance(self) -> list[float]:
@@ -53,6 +53,11 @@ class Generation:
     def tokens_per_second(self) -> float:
         """Tokens gained in rounds over the rounds' wall time; 0.0 where there was no round."""
         return sum(self.acceptance_lengths) / self.seconds if self.rounds else 0.0
+
+
+def mean_gain(gains: Sequence[int]) -> float:
+    """Tokens gained per round, pooled; 0.0 where there was no round."""
+    return sum(gains) / len(gains) if gains else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -34,11 +34,8 @@ from dflash_jax.extras import require
 from dflash_jax.keys import printable
 from dflash_jax.leaves import check_finite
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
-from dflash_jax.sharding import named_leaves
+from dflash_jax.sharding import DATA, named_leaves
 from dflash_jax.targets import Target
-
-DATA = "data"
-"""The mesh axis that shares out rows."""
 
 
 def data_mesh(devices: int | None = None) -> Mesh | None:

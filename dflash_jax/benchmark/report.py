@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from dflash_jax.results import SlotAcceptance
+from dflash_jax.results import SlotAcceptance, mean_gain
 
 FORMAT = 1
 
@@ -47,8 +47,7 @@ class Answer:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens gained per round; 0.0 where there was no round."""
-        gains = self.acceptance_lengths
-        return sum(gains) / len(gains) if gains else 0.0
+        return mean_gain(self.acceptance_lengths)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,7 +85,7 @@ class Trial:
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens gained per round, pooled over all rounds."""
-        return sum(self.gains) / len(self.gains) if self.gains else 0.0
+        return mean_gain(self.gains)
 
     @property
     def histogram(self) -> dict[int, int]:
@@ -120,7 +119,7 @@ class Trial:
         pooled: dict[str, list[int]] = {}
         for answer in self.answers:
             pooled.setdefault(answer.kind, []).extend(answer.acceptance_lengths)
-        return {kind: sum(gains) / len(gains) for kind, gains in pooled.items() if gains}
+        return {kind: mean_gain(gains) for kind, gains in pooled.items() if gains}
 
 
 @dataclasses.dataclass(frozen=True)
