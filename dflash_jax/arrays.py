@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dflash_jax.keys import printable
+from dflash_jax.keys import reason_of
 
 
 def read_npy(path: str | Path) -> np.ndarray:
@@ -33,5 +33,4 @@ def _one_line(path: Path, kind: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of zip, zlib, struct, Python's parser: wherever damage leads
-        reason = printable(" ".join(str(error).split())) or type(error).__name__
-        raise ValueError(f"{path}: not a readable {kind} ({reason})") from None
+        raise ValueError(f"{path}: not a readable {kind} ({reason_of(error)})") from None

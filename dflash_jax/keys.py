@@ -21,6 +21,11 @@ def printable(text: Any, most: int = 300) -> str:
     return shown[:most]
 
 
+def reason_of(error: BaseException) -> str:
+    """What an error of another package says, on one line; its kind where it says nothing."""
+    return printable(" ".join(str(error).split())) or type(error).__name__
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; ValueError naming the file for anything else."""
     try:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash_jax.extras import require
-from dflash_jax.keys import printable, read_json, token_id
+from dflash_jax.keys import read_json, reason_of, token_id
 
 CONTROL, USER_DEFINED = 3, 4
 """`tokenizer.ggml.token_type` of special tokens and of whole words added beside the merges."""
@@ -315,8 +315,7 @@ def _one_line(what: str, source: str = "") -> Iterator[None]:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        reason = printable(" ".join(str(error).split())) or type(error).__name__
-        raise ValueError(f"{source and source + ': '}{what}: {reason}") from None
+        raise ValueError(f"{source and source + ': '}{what}: {reason_of(error)}") from None
 
 
 def _unicode(text: str) -> str:
