@@ -6,6 +6,7 @@ A request gets the tokens that it would get alone, whoever its neighbours are, w
 takes and whenever it comes.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import time
@@ -26,6 +27,7 @@ from dflash_jax.options import (
     default_capacity,
     round_plan,
     rounds_of,
+    stop_limit,
     stop_table,
     token_ids_of,
 )
@@ -116,12 +118,30 @@ def _needs(target: Target, requests: Sequence[Request]) -> dict[str, Any]:
     """The options of `Slots` that a list of requests needs."""
     if not requests:
         raise ValueError("requests: expected at least one, found none")
-    rows = max(len(r.ids) + r.max_new_tokens - 1 for r in requests)
+    rows, stops = 1, [len(target.stop_token_ids)]
+    for number, request in enumerate(requests):
+        with _naming(number):
+            ids = token_ids_of("prompt", request.ids, target.vocab_size)
+            rows = max(rows, len(ids) + budget_of(request.max_new_tokens) - 1)
+            if request.stop_token_ids is not None:
+                stops.append(len(_stop_ids(request.stop_token_ids, target)))
     return {
         "capacity": default_capacity(rows, target.max_positions),
         "kinds": kinds_of(r.sampling for r in requests),
-        "stops": max(STOPS, *(len(r.stop_token_ids or target.stop_token_ids) for r in requests)),
+        "stops": max(STOPS, *stops),
     }
+
+
+def _stop_ids(stops: Sequence[int], target: Target) -> list[int]:
+    return token_ids_of("stop_token_ids", stops, stop_limit(target))
+
+
+@contextlib.contextmanager
+def _naming(number: int) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"request {number}: {error}") from None
 
 
 class Slots:
@@ -177,12 +197,11 @@ class Slots:
 
     def check(self, request: Request, number: int = 0) -> tuple[list[int], list[int]]:
         """A request's ids and stop ids; ValueError naming what these slots cannot do for it."""
-        try:
+        with _naming(number):
             ids = token_ids_of("prompt", request.ids, self.target.vocab_size)
-            stops = self.target.stop_token_ids
+            stops = [*self.target.stop_token_ids]
             if request.stop_token_ids is not None:
-                stops = request.stop_token_ids
-            stops = token_ids_of("stop_token_ids", stops, None)
+                stops = _stop_ids(request.stop_token_ids, self.target)
             budget_of(request.max_new_tokens)
             if not 1 <= len(ids) <= self.plan.capacity:
                 most = self.plan.capacity
@@ -194,8 +213,6 @@ class Slots:
             if not request.sampling.kinds <= self.kinds:
                 missing = ", ".join(sorted(request.sampling.kinds - self.kinds))
                 raise ValueError(f"sampling: expected slots of these kinds, found none: {missing}")
-        except ValueError as error:
-            raise ValueError(f"request {number}: {error}") from None
         return ids, stops
 
     def join(self, request: Request, number: int = 0) -> int:

@@ -182,14 +182,19 @@ def rounds_of(rounds: int | None, least: int) -> int:
     return min(int(rounds), ALL_ROUNDS)
 
 
-def stop_ids_of(stops: Any) -> list[int] | list[list[int]]:
+def stop_limit(target: AnyTarget) -> int:
+    """Stop ids are below this: the vocabulary's size, but a target's own may lie beyond it."""
+    return max([target.vocab_size, *(token + 1 for token in target.stop_token_ids)])
+
+
+def stop_ids_of(stops: Any, vocabulary: int | None) -> list[int] | list[list[int]]:
     """Stop ids for all sequences, or a list of them for each."""
     every: Any = listed(stops)
     many = isinstance(every, Sequence) and not isinstance(every, str) and len(every) > 0
     first = listed(every[0]) if many else None
     if isinstance(first, Sequence) and not isinstance(first, str):
-        return [token_ids_of("stop_token_ids", ids, None) for ids in every]
-    return token_ids_of("stop_token_ids", every, None)
+        return [token_ids_of("stop_token_ids", ids, vocabulary) for ids in every]
+    return token_ids_of("stop_token_ids", every, vocabulary)
 
 
 def requests_of(sampling: Any) -> SamplingParams | Sequence[SamplingParams]:

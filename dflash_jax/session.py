@@ -27,6 +27,7 @@ from dflash_jax.options import (
     rounds_of,
     sequence_of,
     stop_ids_of,
+    stop_limit,
     stop_table,
     token_ids_of,
 )
@@ -198,7 +199,7 @@ class SpecSession:
             chunk if chunk is None else between("chunk", chunk, loop.CHUNKS[0], ALL_ROUNDS)
         )
         stops = target.stop_token_ids if stop_token_ids is None else stop_token_ids
-        self.stop_token_ids = stop_ids_of(stops)
+        self.stop_token_ids = stop_ids_of(stops, stop_limit(target))
         self._sampling = requests_of(sampling)
         self.state: DecodeState | None = None
 

@@ -360,6 +360,7 @@ def test_options_that_cannot_be_honoured(options, reason, prompts, capsys):
     ("record", "reason"),
     [
         ({"prompt_ids": [1], "max_new_tokens": 4}, "prompts.jsonl:1: expected keys of"),
+        ({"prompt_ids": []}, "prompts.jsonl:1: prompt: expected at least one token"),
         ({"prompt_ids": [1], "kind": 3}, "prompts.jsonl:1: kind: expected text, found 3"),
         ({"prompt": "Hello"}, "prompts.jsonl:1: expected prompt_ids"),
         (None, "expected prompts, found none"),
@@ -386,3 +387,95 @@ def test_an_unlike_run_is_refused_before_anything_is_decoded(
     assert main(command(prompts, "--against", tmp_path / "old.json")) == 2
     assert "--against" in (reason := capsys.readouterr().err)
     assert "target another (now" in reason
+
+
+def _edit(path, value):
+    def apply(told):
+        *way, last = path
+        for step in way:
+            told = told[step]
+        told[last] = value
+
+    return apply
+
+
+TRIAL, ANSWER = ("trials", 0), ("trials", 0, "answers", 0)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("trials",), []),
+        (("conditions",), "x"),
+        (("conditions", "sampling"), {}),
+        (("conditions", "target"), None),
+        (("conditions", "template_args"), [1]),
+        (("drafter",), None),
+        (("versions",), [1]),
+        ((*TRIAL, "answers"), []),
+        ((*TRIAL, "tokens"), "5"),
+        ((*TRIAL, "tokens"), 10**400),
+        ((*TRIAL, "seconds"), -1),
+        ((*TRIAL, "seconds"), float("nan")),
+        ((*TRIAL, "lossless"), "1"),
+        ((*TRIAL, "lossless"), 99),
+        ((*TRIAL, "same"), None),
+        ((*TRIAL, "setting", "block_size"), "8"),
+        ((*TRIAL, "setting", "batch"), [1]),
+        ((*TRIAL, "setting", "policy"), 8),
+        ((*TRIAL, "setting", "verify_width"), 10**7),
+        ((*ANSWER, "acceptance_lengths"), "31"),
+        ((*ANSWER, "acceptance_lengths"), [1, 2, 3]),
+        ((*ANSWER, "acceptance_lengths"), [9, 1]),
+        ((*ANSWER, "kind"), 3),
+        ((*ANSWER, "text"), None),
+    ],
+)
+def test_an_edited_report_is_refused(path, value, tmp_path):
+    told = report().as_dict()
+    _edit(path, value)(told)
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(told))
+    with pytest.raises(ValueError, match=rf"{file}: expected a report of dflash-jax bench"):
+        read_report(file)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (["--save", "no/such/run.json"], "--save: expected a file that can be written"),
+        (["--save", "."], "--save: expected a file that can be written"),
+        (["--plot", "run.foo"], "run.foo: expected a name that ends in .png"),
+        (["--save", "run.png", "--plot", "run.png"], "--plot: expected a file of its own, found"),
+        (["--save", "old.json", "--against", "old.json"], "--save: expected a file of its own"),
+        (["--against", "old.json", "--json"], "--json: expected without --against"),
+        (["--from", "old.json"], "--prompts: expected without --from, found both"),
+    ],
+)
+def test_files_are_looked_at_before_anything_runs(
+    options, reason, prompts, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    report().save("old.json")
+    monkeypatch.setattr(benchmark, "SpecSession", None)
+    assert main(command(prompts, *options)) == 2
+    told = capsys.readouterr().err
+    assert reason in told
+    assert told.count("\n") == 1
+
+
+def test_the_prompts_are_not_written_over(prompts, capsys):
+    before = prompts.read_text()
+    assert main(command(prompts, "--save", prompts)) == 2
+    assert "--save: expected a file of its own, found that of --prompts" in capsys.readouterr().err
+    assert prompts.read_text() == before
+
+
+def test_an_answer_without_rounds_is_not_slow_and_texts_stay_in_their_row():
+    bare = trial([answer("a\x1b[31m\nb", [], [])], tokens=0, plain_tokens=0)
+    bare = dataclasses.replace(
+        bare, answers=[dataclasses.replace(bare.answers[0], text="two\nlines")]
+    )
+    lines = list(tables(report([bare])))
+    assert not any("slower" in line or "\n" in line or "\x1b" in line for line in lines)
+    assert lines[-1].endswith(r"two\nlines")

@@ -15,10 +15,8 @@ def save_figure(report: Report, file: str | Path) -> None:
 
     ModuleNotFoundError without matplotlib; ValueError for a kind of file that it cannot write.
     """
+    check_ending(file)
     figure = require("matplotlib.figure", "plot").Figure(figsize=(11, 8.5), layout="constrained")
-    kinds = figure.canvas.get_supported_filetypes()
-    if Path(file).suffix[1:] not in kinds:
-        raise ValueError(f"{file}: expected a name that ends in .png or another picture's ending")
     rates, slots, rounds, prompts = figure.subplots(2, 2).flat
     ranked = sorted(report.trials, key=lambda trial: -trial.tokens_per_second)
     draw_rates(rates, ranked)
@@ -27,6 +25,13 @@ def save_figure(report: Report, file: str | Path) -> None:
     draw_prompts(prompts, report.best)
     figure.suptitle(title(report), fontsize=11)
     figure.savefig(file, dpi=120)
+
+
+def check_ending(file: str | Path) -> None:
+    """ValueError for a kind of file that matplotlib cannot write."""
+    canvas = require("matplotlib.figure", "plot").Figure().canvas
+    if Path(file).suffix[1:] not in canvas.get_supported_filetypes():
+        raise ValueError(f"{file}: expected a name that ends in .png or another picture's ending")
 
 
 def title(report: Report) -> str:

@@ -7,9 +7,12 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from dflash_jax.keys import LARGEST
 from dflash_jax.results import SlotAcceptance, mean_gain
 
 FORMAT = 1
+MOST_ROWS = 1 << 16
+"""Of a round: more are no drafter's, and a table of their slots would fill memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,14 +173,67 @@ def read_report(file: str | Path) -> Report:
         trials = []
         for trial in told.pop("trials"):
             del trial["figures"]
-            setting = Setting(**trial.pop("setting"))
-            answers = [Answer(**answer) for answer in trial.pop("answers")]
-            trials.append(Trial(setting=setting, answers=answers, **trial))
-        return Report(trials=trials, **told)
+            trial["setting"] = Setting(**trial["setting"])
+            trial["answers"] = [Answer(**answer) for answer in trial["answers"]]
+            trials.append(Trial(**trial))
+        report = Report(trials=trials, **told)
+        _check(report)
+        return report
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ValueError(
             f"{file}: expected a report of dflash-jax bench (format {FORMAT}), found something else"
         ) from None
+
+
+def _check(report: Report) -> None:
+    """ValueError unless everything in a report is what `tables` and the figures go by."""
+    given, drafter = report.conditions, report.drafter
+    numbers = [given["prompts"], given["max_new_tokens"], given["sampling"]["temperature"]]
+    names = [given[name] for name in ("target", "dtype", "device")]
+    names += [drafter["family"], drafter["precision"], *report.versions.values()]
+    sound = (
+        all(_fits(number, float) for number in numbers)
+        and all(_fits(name, str) for name in names)
+        and _fits(given["chat_template"], str | None)
+        and _fits(drafter["name"], str | None)
+        and isinstance(given["template_args"], dict)
+        and len(report.trials) > 0
+        and all(map(_sound, report.trials))
+    )
+    if not sound:
+        raise ValueError("values")
+
+
+def _sound(trial: Trial) -> bool:
+    if not all(map(_typed, [trial, trial.setting, *trial.answers])):
+        return False
+    rounds = [r for a in trial.answers for r in zip(a.acceptance_lengths, a.verify_widths)]  # noqa: B905
+    return (
+        len(trial.answers) > 0
+        and trial.setting.verify_width <= MOST_ROWS
+        and all(len(a.acceptance_lengths) == len(a.verify_widths) for a in trial.answers)
+        and all(1 <= gain <= width <= trial.setting.verify_width for gain, width in rounds)
+        and (trial.same is None) == (trial.lossless is None)
+        and (trial.same or 0) <= (trial.lossless or 0) <= len(trial.answers)
+    )
+
+
+def _typed(value: Any) -> bool:
+    """Whether a dataclass's numbers, texts and lists are of the types that it names."""
+    plain = [
+        field for field in dataclasses.fields(value) if field.name not in ("setting", "answers")
+    ]
+    return all(_fits(getattr(value, field.name), field.type) for field in plain)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if kind == list[int]:
+        return isinstance(value, list) and all(_fits(item, int) for item in value)
+    if value is None or isinstance(value, str):
+        return isinstance(value, kind) if kind is not float else False
+    number = type(value) is int or (kind is float and type(value) is float)
+    wanted = kind in (int, float, int | None)
+    return wanted and number and 0 <= value <= LARGEST  # nor NaN
 
 
 def comparable(ours: Report, theirs: Report) -> None:

@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 
 from dflash_jax.benchmark.report import Report, Trial
+from dflash_jax.keys import printable
 
 
 def tables(report: Report) -> Iterator[str]:
@@ -50,7 +51,7 @@ def _row(trial: Trial, widest: int) -> str:
         line += f"  (largest top-2 gap {trial.largest_gap:.2g})"
     if trial.changed:
         line += "  CHANGED A TOKEN"
-    return line + ("  slower than plain" if trial.speedup < 1 else "")
+    return line + ("  slower than plain" if trial.speedup < 1 and trial.gains else "")
 
 
 def _slots(trial: Trial) -> Iterator[str]:
@@ -72,13 +73,13 @@ def _rounds(trial: Trial) -> Iterator[str]:
 
 
 def _prompts(trial: Trial) -> Iterator[str]:
-    widest = max(4, *(len(answer.kind) for answer in trial.answers))
+    widest = max(4, *(len(printable(answer.kind)) for answer in trial.answers))
     yield f"{'kind':{widest}} prompt answer rounds  tokens/round"
     for answer in trial.answers:
         yield (
-            f"{answer.kind:{widest}} {answer.prompt_tokens:6} {answer.emitted:6} "
+            f"{printable(answer.kind):{widest}} {answer.prompt_tokens:6} {answer.emitted:6} "
             f"{len(answer.acceptance_lengths):6} {answer.mean_acceptance_length:13.2f}"
-            + (f"  {answer.text:.44}" if answer.text else "")
+            + (f"  {printable(answer.text, 44)}" if answer.text else "")
         )
 
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from importlib import metadata
@@ -16,7 +17,7 @@ from jax.sharding import Mesh
 
 from dflash_jax import __version__
 from dflash_jax.benchmark import Prompt, decode, run_trial
-from dflash_jax.benchmark.figure import save_figure
+from dflash_jax.benchmark.figure import check_ending, save_figure
 from dflash_jax.benchmark.report import Report, comparable, digest, pairs_of, read_report
 from dflash_jax.benchmark.text import changes, tables
 from dflash_jax.cli import prompts as files
@@ -24,11 +25,12 @@ from dflash_jax.cli.cache import add_compile_cache
 from dflash_jax.cli.decoding import add_decoding, add_template, session_options
 from dflash_jax.cli.devices import add_devices, first_process_prints, join_devices
 from dflash_jax.cli.models import add_models, draft_name, load_models
-from dflash_jax.cli.shell import Status
+from dflash_jax.cli.shell import Parser, Status
 from dflash_jax.compare import plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.extras import require
+from dflash_jax.options import budget_of
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, naming, read_records
@@ -87,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
     """`dflash-jax bench`: 0, or 1 where the drafter changed a token."""
     if args.plot is not None:
         require("matplotlib", "plot")
+    _check_files(args)
     against = None if args.against is None else read_report(args.against)
     if args.saved is not None:
         report = read_report(args.saved)
@@ -97,6 +100,43 @@ def run(args: argparse.Namespace) -> int:
             report = _measure(args, mesh, against)
             _show(args, report, against)
     return 1 if any(trial.changed for trial in report.trials) else 0
+
+
+def _check_files(args: argparse.Namespace) -> None:
+    """ValueError, before minutes of decoding, for a file that cannot be written or would be lost,
+    and for options that would do nothing.
+    """
+    if args.json and args.against is not None:
+        raise ValueError("--json: expected without --against, whose table is text, found both")
+    if args.saved is not None:
+        plain = make_defaults()
+        shown = {"saved", "against", "save", "plot", "json", "compile_cache"}
+        for name, value in vars(args).items():
+            if name not in shown and name in plain and value != plain[name]:
+                flag = "--" + name.replace("_", "-")
+                raise ValueError(f"{flag}: expected without --from, found both")
+    files = {"--from": args.saved, "--against": args.against}
+    taken = {Path(file).resolve(): flag for flag, file in files.items() if file is not None}
+    if args.prompts is not None:
+        taken[Path(args.prompts).resolve()] = "--prompts"
+    for flag, file in (("--save", args.save), ("--plot", args.plot)):
+        if file is None:
+            continue
+        path = Path(file).resolve()
+        if path in taken:
+            raise ValueError(f"{flag}: expected a file of its own, found that of {taken[path]}")
+        if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{flag}: expected a file that can be written, found {file!r}")
+        taken[path] = flag
+    if args.plot is not None:
+        check_ending(args.plot)
+
+
+def make_defaults() -> dict[str, Any]:
+    """What every option is where it is not given."""
+    parser = Parser()
+    add(parser.add_subparsers())
+    return vars(parser.parse_args(["bench"]))
 
 
 def _measure(args: argparse.Namespace, mesh: Mesh | None, against: Report | None) -> Report:
@@ -224,7 +264,7 @@ def conditions_of(
         "prompt_ids": digest([list(prompt.ids) for prompt in prompts]),
         "chat_template": digest(text.template) if text is not None and templated else None,
         "template_args": files.template_args(args, loaded),
-        "max_new_tokens": args.max_new_tokens,
+        "max_new_tokens": budget_of(args.max_new_tokens),
         "stop_token_ids": sorted({*options["stop_token_ids"]}),
         "capacity": args.capacity,
         "sampling": sampling
