@@ -321,7 +321,7 @@ class SpecSession:
         prompt: tokens of the longest prompt, where it is shorter than its widest chunk.
         """
         target = hosted.refuse_hosted(self.target, "memory plan")
-        batch = between("batch", batch, 1, ALL_ROUNDS)
+        batch = between("batch", batch, 1, 1 << 16)
         context = between("context", context, 1, self.target.max_positions)
         capacity = self._capacity_for(context)
         if context > capacity:

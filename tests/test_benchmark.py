@@ -449,6 +449,9 @@ def test_an_edited_report_is_refused(path, value, tmp_path):
         (["--save", "run.png", "--plot", "run.png"], "--plot: expected a file of its own, found"),
         (["--save", "old.json", "--against", "old.json"], "--save: expected a file of its own"),
         (["--against", "old.json", "--json"], "--json: expected without --against"),
+        (["--batch", "1", "2", "1"], "--batch: expected each value once, found 1 2 1"),
+        (["--batch", "1", "4"], "batch: expected 1..3 (different prompts), found 4"),
+        (["--block-size", "4", "99"], "block_size: expected 2..8, found 99"),
         (["--from", "old.json"], "--prompts: expected without --from, found both"),
     ],
 )

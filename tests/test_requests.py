@@ -27,3 +27,8 @@ def test_a_request_that_cannot_be_honoured_is_named(fields, reason):
 def test_a_session_refuses_stop_ids_beyond_the_vocabulary(stops):
     with pytest.raises(ValueError, match=r"stop_token_ids: expected ids in 0\.\.263, found 264"):
         SpecSession(*trained("dflash"), stop_token_ids=stops)
+
+
+def test_a_plan_of_more_sequences_than_fit_anywhere_is_refused():
+    with pytest.raises(ValueError, match=r"batch: expected 1\.\.65536, found 100000000"):
+        SpecSession(*trained("dflash")).memory(64, batch=10**8)

@@ -58,8 +58,7 @@ def decode(
     `SpecSession`. tick: told how many prompts were done, after each group.
     ValueError unless there are as many prompts as a group has sequences.
     """
-    if not 1 <= batch <= len(prompts):
-        raise ValueError(f"batch: expected 1..{len(prompts)} (different prompts), found {batch}")
+    check_batch(prompts, batch)
     generations, tokens, seconds = [], 0, 0.0
     for start in range(0, len(prompts), batch):
         group = [prompts[i % len(prompts)].ids for i in range(start, start + batch)]
@@ -76,6 +75,12 @@ def decode(
         generations += results[:counted]
         tick(counted)
     return Decoding(generations, tokens, seconds, session.plan)
+
+
+def check_batch(prompts: Sequence[Prompt], batch: int) -> None:
+    """ValueError unless there are as many prompts as are decoded side by side."""
+    if not 1 <= batch <= len(prompts):
+        raise ValueError(f"batch: expected 1..{len(prompts)} (different prompts), found {batch}")
 
 
 def run_trial(

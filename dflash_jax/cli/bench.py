@@ -15,8 +15,8 @@ from typing import Any, get_args
 import jax
 from jax.sharding import Mesh
 
-from dflash_jax import __version__
-from dflash_jax.benchmark import Prompt, decode, run_trial
+from dflash_jax import __version__, sharding
+from dflash_jax.benchmark import Prompt, check_batch, decode, run_trial
 from dflash_jax.benchmark.figure import check_ending, save_figure
 from dflash_jax.benchmark.report import Report, comparable, digest, pairs_of, read_report
 from dflash_jax.benchmark.text import changes, tables
@@ -34,6 +34,7 @@ from dflash_jax.options import budget_of
 from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, naming, read_records
+from dflash_jax.session import SpecSession
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, PolicyKind
 
@@ -115,6 +116,11 @@ def _check_files(args: argparse.Namespace) -> None:
             if name not in shown and name in plain and value != plain[name]:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag}: expected without --from, found both")
+    for name in (*SWEPT, "batch"):
+        values = getattr(args, name) or []
+        if len({*values}) < len(values):
+            flag, found = "--" + name.replace("_", "-"), " ".join(map(str, values))
+            raise ValueError(f"{flag}: expected each value once, found {found}")
     files = {"--from": args.saved, "--against": args.against}
     taken = {Path(file).resolve(): flag for flag, file in files.items() if file is not None}
     if args.prompts is not None:
@@ -149,6 +155,11 @@ def _measure(args: argparse.Namespace, mesh: Mesh | None, against: Report | None
     status.clear()
     prompts = read_prompts(args, loaded)
     several = list(ways(args, loaded, draft))
+    for options in several:  # refused before the first of them is decoded
+        SpecSession(loaded.target, draft, **options)
+    for batch in args.batch:
+        check_batch(prompts, batch)
+        sharding.check_batch(mesh, batch)
     report = Report(
         conditions=conditions_of(args, loaded, prompts, several[0]),
         drafter=drafter_of(args, draft),
@@ -300,9 +311,10 @@ def _show(args: argparse.Namespace, report: Report, against: Report | None) -> N
     if against is not None:
         with _naming_earlier(args):
             compared = list(changes(args.against, against, pairs_of(report, against)))
-    if args.save is not None:
+    first = args.process_id in (None, 0)  # of processes that work together one writes
+    if args.save is not None and first:
         report.save(args.save)
-    if args.plot is not None:
+    if args.plot is not None and first:
         save_figure(report, args.plot)
     if args.json:
         print(json.dumps(report.as_dict()))
