@@ -363,6 +363,7 @@ def test_options_that_cannot_be_honoured(options, reason, prompts, capsys):
         ({"prompt_ids": []}, "prompts.jsonl:1: prompt: expected at least one token"),
         ({"prompt_ids": [1], "kind": 3}, "prompts.jsonl:1: kind: expected text, found 3"),
         ({"prompt": "Hello"}, "prompts.jsonl:1: expected prompt_ids"),
+        ({"prompt": "Hello", "prompt_ids": [1]}, "prompts.jsonl:1: expected one of prompt, mess"),
         (None, "expected prompts, found none"),
     ],
 )

@@ -122,6 +122,8 @@ def ids_of(
 
     template: of `template_args`; --no-chat leaves it out where the line has a `prompt`.
     """
+    with naming(record):
+        check_prompt(record, args)
     text, codec = record.get("prompt"), loaded.text
     if args.no_chat and isinstance(text, str) and codec is not None:
         with naming(record):
@@ -133,6 +135,15 @@ def ids_of(
         if not ids:
             raise ValueError("prompt: expected at least one token, found none")
     return ids
+
+
+def check_prompt(record: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """ValueError for several prompts in one record, and for messages without a template."""
+    found = [key for key in PROMPT_KEYS if key in record]
+    if len(found) > 1:
+        raise ValueError(f"expected one of {', '.join(PROMPT_KEYS)}, found {', '.join(found)}")
+    if args.no_chat and found == ["messages"]:
+        raise ValueError("expected prompt or prompt_ids (--no-chat), found messages")
 
 
 def line_of(number: int, result: Generation, loaded: LoadedTarget) -> dict[str, Any]:
