@@ -120,7 +120,7 @@ class SpecSession:
     Args:
       target, draft: as in `generate`.
       stop_token_ids: for all sequences, or a list a sequence; default the target's eos ids, () for
-        none.
+        none. ValueError for one beyond the vocabulary.
       block_size: rows drafted a round, at most the checkpoint's (default).
       verify_width: rows verified a round, anchor included, 2..drafts + 1 (default: all drafts).
       capacity: rows a sequence may hold; default what `default_capacity` makes of prompt and
