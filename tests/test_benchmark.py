@@ -22,7 +22,7 @@ from dflash_jax.benchmark.report import (
 )
 from dflash_jax.benchmark.text import changes, tables
 from dflash_jax.cli import main, make_parser
-from dflash_jax.cli.bench import ways
+from dflash_jax.cli.bench import sweep, ways
 from dflash_jax.compare import top2_gap
 from dflash_jax.results import SlotAcceptance
 from dflash_jax.sampling import SamplingParams
@@ -303,6 +303,8 @@ def test_a_sweep_takes_the_drafters_blocks_and_policies(family):
     confident = {"confidence", "confidence-slot"} if head else set()
     assert {kind for *_, kind, _ in tried} == {"fixed", "ladder", "cost"} | confident
     assert len(tried) == len(set(tried)) == 3 * (5 if head else 3)
+    hosted = sweep(trained(family)[1], hosted=True)["window_policy"]
+    assert set(hosted) == {"fixed", "ladder"} | confident
 
 
 def test_a_run_is_shown_saved_drawn_and_shown_again(prompts, tmp_path, capsys):

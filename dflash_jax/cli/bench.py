@@ -35,6 +35,7 @@ from dflash_jax.progress import Progress
 from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, naming, read_records
 from dflash_jax.session import SpecSession
+from dflash_jax.targets import HostedTarget
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import DSparkVtPolicy, PolicyKind
 
@@ -226,7 +227,7 @@ def ways(
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag}: expected without --sweep, which sets it, found both")
-        asked |= sweep(draft)
+        asked |= sweep(draft, hosted=isinstance(loaded.target, HostedTarget))
     harvest, found = resolve_harvest(draft.config, args.harvest), False
     # A threshold is for the policies that read one; where none does, it is refused.
     idle = not any((policy or "").startswith("confidence") for policy in asked["window_policy"])
@@ -244,13 +245,14 @@ def ways(
         )
 
 
-def sweep(draft: DFlashDraft) -> dict[str, list[Any]]:
-    """Block sizes and policies worth a try with a drafter."""
+def sweep(draft: DFlashDraft, hosted: bool = False) -> dict[str, list[Any]]:
+    """Block sizes and policies worth a try with a drafter; hosted targets have no `cost`."""
     whole = draft.config.block_size
     kinds = [
         kind
         for kind in get_args(PolicyKind)
         if draft.confidence is not None or not DSparkVtPolicy(kind).needs_confidence
+        if not (hosted and kind == "cost")
     ]
     blocks = sorted({max(2, -(-whole // 4)), max(2, -(-whole // 2)), whole})
     return {"block_size": blocks, "verify_width": [None], "window_policy": kinds}
