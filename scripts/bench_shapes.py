@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import dflash_jax.draft as drafter
 from dflash_jax import SpecSession, loop
 from dflash_jax.config import (
     DFlash2Config,
@@ -25,6 +24,7 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, DraftKV, Slots
 from dflash_jax.quant import QuantizedLinear
 from dflash_jax.round import DecodeState, RoundPlan
+from dflash_jax.shapes import abstract
 from dflash_jax.targets import dense
 from dflash_jax.targets.dense import DecoderConfig, DenseTarget
 from dflash_jax.window import resolve_policy
@@ -215,7 +215,7 @@ def random_draft(config: DFlashConfig, dtype: Any, head_rows: int | None = None)
 
     config.precision: of its projections. head_rows: of a head of its own, over the first tokens.
     """
-    draft = random_tree(drafter.abstract(config, dtype, head_rows), random_keys(1))
+    draft = random_tree(abstract(config, dtype, head_rows), random_keys(1))
     if draft.head is not None:
         draft = draft.replace(head=draft.head.replace(d2t=jnp.zeros_like(draft.head.d2t)))
     if draft.dflash2 is None:

@@ -16,6 +16,7 @@ import pytest
 
 from dflash_jax import SpecSession
 from dflash_jax.kv import DraftKV
+from dflash_jax.shapes import abstract
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "scripts"
@@ -214,15 +215,12 @@ def test_presets_have_the_sizes_of_their_models():
     qwen, muse = presets["qwen3-8b"], presets["muse-glimmer"]
     bf16 = jnp.dtype(jnp.bfloat16)
     assert gigabytes(bench_stages.dense.abstract(qwen.target, bf16)) == 16.38
-    sizes = {
-        family: gigabytes(bench_stages.drafter.abstract(qwen.draft(family), bf16))
-        for family in qwen.families
-    }
+    sizes = {family: gigabytes(abstract(qwen.draft(family), bf16)) for family in qwen.families}
     assert sizes == {"dflash": 2.10, "dspark": 2.25, "dflash2": 2.34}
     assert muse.families == ("dflash2",)
     config = muse.draft("dflash2")
     assert config.layer_window == (2048,) * 5
-    assert gigabytes(bench_stages.drafter.abstract(config, bf16)) == 5.54
+    assert gigabytes(abstract(config, bf16)) == 5.54
 
 
 @pytest.mark.parametrize(("family", "window"), [("dflash", None), ("dspark", None), ("dflash2", 9)])

@@ -10,11 +10,11 @@ from families import FAMILIES, ORACLES, trained
 from targets import F32, sliding_pair, table_target
 
 from dflash_jax import SamplingParams, SpecSession, load_draft, loop, plan, quant, sharding
-from dflash_jax import draft as drafter
 from dflash_jax.checkpoint import survey_draft
 from dflash_jax.cli import main, make_parser
 from dflash_jax.cli.models import abstract_models, load_models
 from dflash_jax.config import DFlashConfig, DSparkConfig, RopeConfig
+from dflash_jax.shapes import abstract
 from dflash_jax.targets import dense
 from dflash_jax.targets.loading import abstract_target
 
@@ -216,7 +216,7 @@ def smollm2(layers=30, **options):
     windows, taps = (None,) * layers, tuple(range(layers))[-5:]
     target = dataclasses.replace(SMOLLM2, num_hidden_layers=layers, layer_window=windows)
     draft = dataclasses.replace(SMOLLM2_DRAFT, target_layer_ids=taps)
-    return SpecSession(dense.abstract(target, F32), drafter.abstract(draft, F32), **options)
+    return SpecSession(dense.abstract(target, F32), abstract(draft, F32), **options)
 
 
 @pytest.mark.parametrize("layers", [5, pytest.param(30, marks=SLOW)])
