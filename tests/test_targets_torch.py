@@ -125,7 +125,7 @@ def told(monkeypatch):
 
         def propose_block(tables, draft, state, plan):
             proposal, kv = honest(tables, draft, state, plan)
-            pos = state.target.len[:, None] + 1 + jnp.arange(proposal.tokens.shape[1])
+            pos = state.target.len[:, None] + 1 + jnp.arange(proposal.tokens.shape[1])[None]
             said = jnp.take_along_axis(jnp.asarray(table), pos, axis=1, mode="clip")
             return proposal.replace(tokens=said), kv
 
