@@ -290,9 +290,8 @@ def _even(head_dim: int) -> int:
     return head_dim
 
 
-def _layer_masks(
-    keys: Keys, layers: int, family: Family
-) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+def layer_types(keys: Keys, layers: int, refusal: type[Exception] = ValueError) -> Sequence[str]:
+    """The stated kind of every layer; ValueError for another list, `refusal` for unknown kinds."""
     types = keys.get("layer_types")
     if not isinstance(types, Sequence) or isinstance(types, str):
         raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r:.200}")
@@ -300,9 +299,14 @@ def _layer_masks(
         raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
     unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
     if unknown:
-        raise ValueError(
-            f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown!s:.200}"
-        )
+        raise refusal(f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown!s:.200}")
+    return types
+
+
+def _layer_masks(
+    keys: Keys, layers: int, family: Family
+) -> tuple[tuple[bool, ...], tuple[int | None, ...]]:
+    types = layer_types(keys, layers)
     sliding = [t == "sliding_attention" for t in types]
     window = keys.optional_int("sliding_window")
     use = keys.optional_bool("use_sliding_window")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from dflash_jax.config_json import LAYER_TYPES, parse_rope
+from dflash_jax.config_json import layer_types, parse_rope
 from dflash_jax.keys import LARGEST, Keys, decode_json, read_json
 from dflash_jax.keys import table as nested_table
 from dflash_jax.leaves import Entry, load_tree
@@ -220,23 +220,14 @@ def _layer_window(keys: Keys, layers: int) -> tuple[int | None, ...]:
     """Qwen3's windows: `layer_types` where given, else the layers from `max_window_layers` on."""
     use = keys.optional_bool("use_sliding_window")
     window = keys.positive_int("sliding_window") if use else None
-    types = keys.get("layer_types")
-    if types is None:
+    if keys.get("layer_types") is None:
         first = keys.get("max_window_layers", 28)  # transformers' default
         if isinstance(first, bool) or not isinstance(first, int) or first < 0:
             raise ValueError(
                 f"max_window_layers: expected a number of layers, found {first!r:.200}"
             )
         return tuple(window if i >= first else None for i in range(layers))
-    if not isinstance(types, list):
-        raise ValueError(f"layer_types: expected a list of {layers} names, found {types!r:.200}")
-    if len(types) != layers:
-        raise ValueError(f"layer_types: expected {layers} (num_hidden_layers), found {len(types)}")
-    unknown = sorted({str(t) for t in types} - set(LAYER_TYPES))
-    if unknown:
-        raise NotImplementedError(
-            f"layer_types: expected {' or '.join(LAYER_TYPES)}, found {unknown!s:.200}"
-        )
+    types = layer_types(keys, layers, NotImplementedError)
     if "sliding_attention" in types and window is None:
         raise ValueError(
             f"use_sliding_window: expected true (layer_types has sliding_attention), found {use}"
