@@ -86,11 +86,9 @@ class TextCodec:
         """Names that the chat template reads and does not set: what `render_chat` can pass."""
         if self.template is None:
             return frozenset()
-        meta = require("jinja2.meta", "gguf")
+        require("jinja2", "gguf")
         with _one_line("chat template", self.template_source):
-            _compile(self.template)
-            names = meta.find_undeclared_variables(_environment().parse(self.template))
-        return frozenset(names - set(_environment().globals))
+            return _unset_names(self.template)
 
     def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], **template_kwargs: Any
@@ -332,6 +330,15 @@ def _unicode(text: str) -> str:
 def _compile(template: str) -> Any:
     """The template in the environment that Hugging Face chat templates are written for."""
     return _environment().from_string(template)
+
+
+@functools.lru_cache(maxsize=8)
+def _unset_names(template: str) -> frozenset[str]:
+    """Names that a template reads and does not set: asked for with every line of a prompts file."""
+    _compile(template)
+    environment, meta = _environment(), require("jinja2.meta", "gguf")
+    names = meta.find_undeclared_variables(environment.parse(template))
+    return frozenset(names - set(environment.globals))
 
 
 @functools.cache
