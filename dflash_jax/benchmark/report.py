@@ -205,13 +205,17 @@ def _check(report: Report) -> None:
 
 
 def _sound(trial: Trial) -> bool:
+    """Whether a trial adds up; ValueError where an answer's lists are not of one length."""
     if not all(map(_typed, [trial, trial.setting, *trial.answers])):
         return False
-    rounds = [r for a in trial.answers for r in zip(a.acceptance_lengths, a.verify_widths)]  # noqa: B905
+    rounds = [
+        pair
+        for answer in trial.answers
+        for pair in zip(answer.acceptance_lengths, answer.verify_widths, strict=True)
+    ]
     return (
         len(trial.answers) > 0
         and trial.setting.verify_width <= MOST_ROWS
-        and all(len(a.acceptance_lengths) == len(a.verify_widths) for a in trial.answers)
         and all(1 <= gain <= width <= trial.setting.verify_width for gain, width in rounds)
         and (trial.same is None) == (trial.lossless is None)
         and (trial.same or 0) <= (trial.lossless or 0) <= len(trial.answers)
