@@ -17,6 +17,10 @@ HeadNorms = tuple[jax.Array, jax.Array] | None
 """RMSNorm weights `[D]` of the query and of the key heads; None where the model has none."""
 NARROW = 32
 """Rows from which a block is a prompt chunk, whose attention runs tile by tile of keys."""
+CLUSTERS = 16
+"""Clusters of eight blocks that an H200 runs at a time."""
+LONG = 8192
+"""Slots of a cache from which on it is a long one."""
 SCORE_BYTES = 1 << 28
 """Most bytes of scores that a tile makes: what bounds a prompt chunk's memory at any context."""
 TILES = (2048, 1024, 512, 256)
@@ -66,7 +70,8 @@ def append_and_attend(
       causal, window: see `attention_mask`.
       implementation: the kernels update the caches in place and take blocks of few rows; a wide
         block (a prompt chunk) always runs in the reference, whatever is asked for. "mosaic": on a
-        Hopper GPU, in bf16, with heads of 64 or 128 and caches of a multiple of 8 slots.
+        Hopper GPU, in bf16, with heads of 64 or 128 and caches of a multiple of 8 slots; left to
+        choose, where it was measured faster, see `faster_on_hopper`.
 
     Returns attended rows `[B, rows, heads * D]` in qkv's dtype, and both caches with the block's
     rows written. What empty slots hold, NaN included, changes nothing. Raises NotImplementedError
@@ -74,14 +79,21 @@ def append_and_attend(
     """
     rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
-    hopper = kernels.mosaic_kernel(implementation, "attention")
+    batch, slots = qkv.shape[0], k_cache.shape[2]
+    faster = rows <= NARROW and faster_on_hopper(batch * kv_heads, dim, slots)
+    hopper = kernels.mosaic_kernel(implementation, "attention", best=faster)
     if hopper is not None and rows <= hopper.MAX_ROWS:
-        hopper.check(qkv, k_cache)
-        return hopper.append_and_attend(
-            qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
-        )
-    # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less.
-    best = "xla" if causal and dim < 128 and rows > 1 else "pallas"
+        refusal = hopper.refusal(qkv, k_cache)
+        if refusal is None:
+            return hopper.append_and_attend(
+                qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
+            )
+        if implementation is not None:
+            raise NotImplementedError(f"implementation 'mosaic': {refusal}")
+    # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less,
+    # of eight sequences at once 5 us more.
+    few = causal and dim < 128 and rows > 1 and batch < 8
+    best = "xla" if few else "pallas"
     if kernels.resolve(implementation, _refusal(dim, qkv.dtype), best) == "pallas":
         kernel = kernels.kernel("attention")
         if rows * (heads // kv_heads) <= kernel.MAX_ROWS:
@@ -98,6 +110,17 @@ def append_and_attend(
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
+
+
+def faster_on_hopper(heads: int, dim: int, slots: int) -> bool:
+    """Whether a Hopper GPU attends faster with the kernel of its own.
+
+    heads: kv heads of all sequences, each of which is a cluster of blocks there. Inside a shard of
+    a mesh the answer is no: it has not been measured there.
+    """
+    if not jax.sharding.get_abstract_mesh().empty:
+        return False
+    return heads <= CLUSTERS and (dim < 128 or slots > LONG)
 
 
 def key_tile(batch: int, rows: int, heads: int, slots: int) -> int | None:

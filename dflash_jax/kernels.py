@@ -10,8 +10,7 @@ import jax
 Choice = Literal["xla", "pallas"]
 Implementation = Choice | Literal["mosaic"] | None
 """`xla` is the reference, `pallas` the GPU kernel (Triton); None takes the best that runs here.
-`mosaic` is a kernel for Hopper (Mosaic GPU), taken where it is asked for and never by itself; ops
-that have none choose as they do for None.
+`mosaic` is a kernel for Hopper (Mosaic GPU); ops that have none choose as they do for None.
 """
 NAMES = ("xla", "pallas", "mosaic")
 
@@ -46,20 +45,25 @@ def resolve(
     raise NotImplementedError(f"implementation 'pallas': {refusal}")
 
 
-def mosaic_kernel(implementation: Implementation, op: str) -> ModuleType | None:
-    """The module `dflash_jax.pallas.<op>_mosaic` where "mosaic" is asked for, else None.
+def mosaic_kernel(
+    implementation: Implementation, op: str, *, best: bool = False
+) -> ModuleType | None:
+    """The module `dflash_jax.pallas.<op>_mosaic` where "mosaic" is asked for, else None; left to
+    choose, also where it is the `best` and can run.
 
-    Raises NotImplementedError where that cannot run: on anything but a Hopper GPU, or below jax
-    0.11, which has not all of its interface.
+    Raises NotImplementedError where it is asked for and cannot run: on anything but a Hopper GPU,
+    or below jax 0.11, which has not all of its interface.
     """
-    if implementation != "mosaic":
+    if implementation != "mosaic" and (implementation is not None or not best):
         return None
     refusal = device_refusal(hopper=True)
     if refusal is None and jax.__version_info__ < (0, 11):
         refusal = f"jax: expected 0.11 or newer, found {jax.__version__}"
-    if refusal is not None:
-        raise NotImplementedError(f"implementation 'mosaic': {refusal}")
-    return kernel(f"{op}_mosaic")
+    if refusal is None:
+        return kernel(f"{op}_mosaic")
+    if implementation is None:
+        return None
+    raise NotImplementedError(f"implementation 'mosaic': {refusal}")
 
 
 def device_refusal(hopper: bool = False) -> str | None:

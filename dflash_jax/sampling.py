@@ -108,10 +108,9 @@ def leading(
     digit, in the integers that order as floats do. In a fixed number of steps: before each step of
     a loop of unknown length, the host waits for a GPU to tell it whether to go on.
 
-    implementation: XLA unless the kernel is asked for. Raises NotImplementedError as
-    `kernels.resolve` does.
+    Raises NotImplementedError as `kernels.resolve` does.
     """
-    if kernels.resolve(implementation, best="xla") == "pallas":
+    if kernels.resolve(implementation) == "pallas":
         return kernels.kernel("leading").leading(x, weight, limit)
     bits = jax.lax.bitcast_convert_type(jnp.where(x == 0, 0.0, x), jnp.uint32)
     sign = np.uint32(1 << 31)

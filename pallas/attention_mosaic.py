@@ -109,21 +109,19 @@ class _Spec:
         return max(8, self.dim // self.workers)
 
 
-def check(qkv: jax.Array, cache: jax.Array) -> None:
-    """Raises NotImplementedError where the kernel cannot take a block of `MAX_ROWS` or fewer rows.
+def refusal(qkv: jax.Array, cache: jax.Array) -> str | None:
+    """Why the kernel cannot take a block of `MAX_ROWS` or fewer rows; None where it can.
 
     Shapes and dtypes alone are looked at, as in `append_and_attend`.
     """
     slots, dim = cache.shape[2:]
     if qkv.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
-        refusal = f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache.dtype}"
-    elif dim not in HEAD_DIMS:
-        refusal = f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
-    elif slots % SLOT_STEP:
-        refusal = f"cache slots: expected a multiple of {SLOT_STEP}, found {slots}"
-    else:
-        return
-    raise NotImplementedError(f"implementation 'mosaic': {refusal}")
+        return f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache.dtype}"
+    if dim not in HEAD_DIMS:
+        return f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
+    if slots % SLOT_STEP:
+        return f"cache slots: expected a multiple of {SLOT_STEP}, found {slots}"
+    return None
 
 
 @partial(jax.jit, static_argnames=("eps", "causal", "window", "tiling", "interpret"))
@@ -142,7 +140,7 @@ def append_and_attend(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The kernel of `dflash_jax.attention.append_and_attend`, same arguments and results.
 
-    For what it takes see `check`. The caches are updated in place where the caller gives them up.
+    For what it takes see `refusal`. The caches are updated in place where the caller gives them up.
     The result depends neither on the cache's capacity nor on what lies in empty slots. interpret:
     whether it is interpreted (from jax 0.12 on), or `interpreted(..)`.
     """

@@ -18,3 +18,8 @@ def lowered(f: Callable[..., Any], *args: Any) -> str:
 def launches(text: str) -> int:
     """How many Triton kernels a lowered program launches."""
     return text.count("__gpu$xla.gpu.triton")
+
+
+def ampere(hopper: bool = False) -> str | None:
+    """`kernels.device_refusal` as on a GPU that is no Hopper."""
+    return "compute capability: expected 9.0, found 8.0" if hopper else None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda import ampere
 from targets import F32, SLIDING, TINY, random_tree, tiny_draft
 
 from dflash_jax import ctx_features, forward, forward_block, forward_round, ingest_ctx, kernels
@@ -137,7 +138,7 @@ def held_rows_are_those_of_the_features(draft, kv, features):
 @pytest.mark.parametrize("precision", [None, "int8"])
 def test_weights_laid_out_for_many_rounds_feed_the_drafter_alike(monkeypatch, precision):
     """As on a GPU: `fc` of 64 columns in a tile of 128, all layers' k and v rows in one matrix."""
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     config = dataclasses.replace(TINY, precision=precision)
     draft = random_tree(abstract(config, F32), 1, scale=30.0 if precision else 0.3)
     ready = for_rounds(draft)

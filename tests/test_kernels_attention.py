@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import launches, lowered
+from cuda import ampere, launches, lowered
 from jax.experimental import pallas as pl
 from targets import TINY, TINY_TARGET, tiny_draft, tiny_target
 
@@ -347,7 +347,7 @@ def interpreted(monkeypatch):
     def interpreting(*args, **options):
         return call(*args, **{**options, "interpret": True})
 
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     monkeypatch.setattr(kernel, "append_and_attend", counted)
     monkeypatch.setattr(pl, "pallas_call", interpreting)
     yield calls

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import lowered
+from cuda import ampere, lowered
 from targets import TINY, tiny_draft, tiny_target
 from test_kernels import Device
 from test_kernels_attention import (
@@ -26,7 +26,7 @@ from test_kernels_attention import (
 
 from dflash_jax import forward_round, generate, kernels
 from dflash_jax import kv as cache
-from dflash_jax.attention import append_and_attend
+from dflash_jax.attention import append_and_attend, faster_on_hopper
 
 old = jax.__version_info__ < (0, 11)
 needs_interface = pytest.mark.skipif(old, reason="jax 0.10 has not all of Mosaic GPU's interface")
@@ -62,13 +62,13 @@ def test_on_cpu_it_is_refused_and_never_chosen():
         append_and_attend(*args, causal=True, window=None, implementation="mosaic")
     with pytest.raises(NotImplementedError, match=r"'mosaic': device"):
         generate(tiny_target(), tiny_draft(), [1, 2, 3], 4, implementation="mosaic")
-    assert kernels.mosaic_kernel(None, "attention") is None
-    assert kernels.mosaic_kernel("pallas", "attention") is None
+    assert kernels.mosaic_kernel(None, "attention", best=True) is None
+    assert kernels.mosaic_kernel("pallas", "attention", best=True) is None
 
 
 def test_ops_without_such_a_kernel_choose_by_themselves(monkeypatch):
     assert kernels.resolve("mosaic") == "xla"
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     assert kernels.resolve("mosaic") == "pallas"
     assert kernels.resolve("mosaic", best="xla") == kernels.resolve("mosaic", "odd") == "xla"
 
@@ -122,6 +122,40 @@ def test_what_it_cannot_take_is_refused_by_name(on_hopper, shape, refusal):
 def test_it_is_asked_with_the_same_arguments(on_hopper):
     append_and_attend(*narrow(40), causal=True, window=7, implementation="mosaic")
     assert on_hopper == [{"causal": True, "window": 7}]
+
+
+@pytest.mark.parametrize(
+    ("lens", "shape", "chosen"),
+    [
+        ((40,), dict(), True),
+        ((40,) * 5, dict(kv_heads=3, heads=9), True),
+        ((40,) * 6, dict(kv_heads=3, heads=9), False),
+        ((40,), dict(dim=128), False),
+        ((40,), dict(dim=128, slots=8192), False),
+        ((40,), dict(dim=128, slots=8200), True),
+        ((40,), dict(rows=33), False),
+        ((40,), dict(slots=157), False),
+    ],
+    ids=["narrow", "five", "six", "wide", "not long", "long", "a chunk", "odd"],
+)
+def test_left_to_choose_it_runs_where_it_is_faster(on_hopper, lens, shape, chosen):
+    qkv, norms, eps, place, k, v = narrow(*lens, **shape)
+
+    def attend(qkv, place, k, v, implementation):
+        kind = dict(causal=True, window=None, implementation=implementation)
+        return append_and_attend(qkv, norms, eps, place, k, v, **kind)
+
+    for implementation in ("xla", None):
+        assert not on_hopper
+        jax.eval_shape(partial(attend, implementation=implementation), qkv, place, k, v)
+    assert len(on_hopper) == chosen
+
+
+def test_within_a_shard_it_is_not_chosen():
+    shards = jax.sharding.AbstractMesh((2,), ("model",))
+    assert faster_on_hopper(3, 64, 1024)
+    with jax.sharding.use_abstract_mesh(shards):
+        assert not faster_on_hopper(3, 64, 1024)
 
 
 # --- the reference, interpreted -----------------------------------------------------------------

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import launches, lowered
+from cuda import ampere, launches, lowered
 from families import arrays, assert_close, stage_draft
 
 from dflash_jax import kernels
@@ -133,7 +133,7 @@ def test_vmapped_and_inside_a_while_loop():
 
 
 def test_what_the_kernel_refuses(monkeypatch):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     conv, x, _, _ = problem(((65,), 8, 4, 2), F32)
     with pytest.raises(NotImplementedError, match="block: expected at most 64 rows, found 65"):
         d2_conv_prepare(conv, x, implementation="pallas")
@@ -145,7 +145,7 @@ def test_what_the_kernel_refuses(monkeypatch):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("normed", [False, True], ids=["rows", "norm and rows"])
 def test_one_launch_a_half_on_a_gpu(monkeypatch, preset, dtype, normed):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     rows, *rest = PRESETS[preset]
     case = jax.eval_shape(lambda: problem(((1, rows), *rest), dtype))
 

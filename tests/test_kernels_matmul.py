@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import launches, lowered
+from cuda import ampere, launches, lowered
 
 from dflash_jax import kernels, quant
 from dflash_jax.layers import linear
@@ -102,7 +102,7 @@ def test_leading_axes_and_vmap():
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_one_launch_a_projection_on_a_gpu(monkeypatch, precision):
     """Of up to 64 rows; more, and any asked for by name, are XLA's."""
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
 
     def text(rows, implementation=None):
         def all_of_them(xs, weights):
@@ -127,7 +127,7 @@ def test_the_default_tiles_fit_an_a100(rows):
 
 
 def test_rows_of_another_type_are_refused(monkeypatch):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     x, weight = problem("int8", 2, 4, 32)
     with pytest.raises(NotImplementedError, match="rows: expected float32 or bfloat16, found fl"):
         quant.project(x.astype(jnp.float16), weight, implementation="pallas")

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import launches, lowered
+from cuda import ampere, launches, lowered
 
 from dflash_jax import kernels
 from dflash_jax.selector import best_ids, candidate_fault, top_candidates
@@ -170,7 +170,7 @@ def test_inside_a_while_loop():
     ],
 )
 def test_what_the_kernel_refuses(monkeypatch, shape, k, dtype, why):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     with pytest.raises(NotImplementedError, match=why):
         top_candidates(jnp.zeros(shape, dtype), k, "pallas")
 
@@ -179,7 +179,7 @@ def test_what_the_kernel_refuses(monkeypatch, shape, k, dtype, why):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("k", [1, 16, 64])
 def test_two_launches_on_a_gpu(monkeypatch, preset, k, dtype):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     logits = jax.ShapeDtypeStruct(PRESETS[preset], dtype)
     assert launches(lowered(lambda x: top_candidates(x, k), logits)) == 2
     assert launches(lowered(lambda x: best_ids(x, "pallas"), logits)) == 2

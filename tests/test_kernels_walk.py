@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cuda import launches, lowered
+from cuda import ampere, launches, lowered
 
 from dflash_jax import kernels
 from dflash_jax.selector import (
@@ -161,7 +161,7 @@ def test_inside_a_while_loop():
 
 
 def test_what_the_kernel_refuses(monkeypatch):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     (pred, succ, *rest), _ = walks(1, 2, 65, 256)
     one = [x[0] for x in rest]
     with pytest.raises(
@@ -176,7 +176,7 @@ def test_what_the_kernel_refuses(monkeypatch):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_one_launch_on_a_gpu(monkeypatch, preset, dtype):
-    monkeypatch.setattr(kernels, "device_refusal", lambda: None)
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
     slots, k, rank, vocabulary = PRESETS[preset]
 
     def array(*shape, dtype=F32):
