@@ -236,7 +236,8 @@ def start(
     """
     raw = target.logits(last)[:, None]
     logits = raw if sampler is None else shaped_logits(sampler, raw, history, state.len)
-    anchor = _first_token(logits, sampler, state.len, plan)
+    how = sharding.of_laws(getattr(target, "mesh", None), plan.implementation)
+    anchor = _first_token(logits, sampler, state.len, plan.sampled, how)
     batch, width = anchor.shape[0], plan.capacity + 1 + plan.verify_width
     zeros = jnp.zeros((batch,), jnp.int32)
     if history is not None:
@@ -274,15 +275,19 @@ def start(
 
 
 def _first_token(
-    logits: jax.Array, sampler: Sampler | None, length: jax.Array, plan: RoundPlan
+    logits: jax.Array,
+    sampler: Sampler | None,
+    length: jax.Array,
+    sampled: bool,
+    implementation: Implementation,
 ) -> jax.Array:
     """The token `[B]` behind prompts of `length [B]`, by the logits `[B, 1, V]` of their ends."""
-    if not plan.sampled:
+    if not sampled:
         return jnp.argmax(logits[:, 0], axis=-1).astype(jnp.int32)
     assert sampler is not None
     # The prompt's last row stands where an anchor would: its next token is a bonus draw.
     anchor, ones = jnp.zeros_like(length)[:, None], jnp.ones_like(length)
-    decision = decide_sampled(None, anchor, logits, ones, sampler, length - 1, plan.implementation)
+    decision = decide_sampled(None, anchor, logits, ones, sampler, length - 1, implementation)
     return decision.tokens[:, 0]
 
 

@@ -189,7 +189,8 @@ def _propose_rows(draft, logits, filters, uniforms, row_draws, implementation) -
     if filters is None or row_draws == "argmax":
         tokens = propose_rows(draft, logits, implementation)
         return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), fault)
-    law_of = partial(filtered_probs, implementation=implementation)
+    how = sharding.of_laws(draft.mesh, implementation)
+    law_of = partial(filtered_probs, implementation=how)
     dense = jax.vmap(jax.vmap(law_of, in_axes=(0, None)))(logits, filters)
     ids = jax.vmap(jax.vmap(draw))(dense, uniforms)
     q_chosen = jnp.take_along_axis(dense, ids[..., None], axis=-1)[..., 0]
@@ -213,7 +214,8 @@ def _propose_chain(draft, logits, hidden, anchor, filters, uniforms, implementat
         walk = jax.vmap(walk, in_axes=(None, 0, 0, 0))
         chain = walk(draft.markov, logits, hidden, anchor)
         return Proposal(chain.tokens, chain.q_chosen, fault)
-    walk = partial(markov.dspark_chain_sampled, **names, implementation=implementation)
+    how = sharding.of_laws(draft.mesh, implementation)
+    walk = partial(markov.dspark_chain_sampled, **names, implementation=how)
     walk = jax.vmap(walk, in_axes=(None, 0, 0, 0, 0, 0))
     chain = walk(draft.markov, logits, hidden, anchor, filters, uniforms)
     assert chain.q_rows is not None

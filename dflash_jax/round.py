@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax import sharding
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ctx
 from dflash_jax.kernels import Implementation
@@ -246,7 +247,8 @@ def settle_round(
         out, target_state = target.forward(state.target, cand, taps, plan.implementation)
         logits = target.logits(out.hidden)
     with jax.named_scope("accept"):
-        decision, history = decide(state, proposal, cand, logits, width, plan)
+        how = sharding.of_laws(getattr(target, "mesh", None), plan.implementation)
+        decision, history = decide(state, proposal, cand, logits, width, plan.sampled, how)
         gain, done = clip_gain(
             state, decision.tokens, decision.accepted, stop_ids, plan.capacity - start
         )
@@ -274,7 +276,7 @@ def settle_round(
     )
 
 
-def decide(state, proposal, cand, logits, width, plan):
+def decide(state, proposal, cand, logits, width, sampled: bool, implementation: Implementation):
     """The family-blind decision: (`verify.Decision`, the history with this round's tokens)."""
     history = state.history
     if state.sampler is not None:
@@ -282,11 +284,10 @@ def decide(state, proposal, cand, logits, width, plan):
         if history is not None and proposal is not None:
             history = write_at(history, cand[:, 1:], length, axis=1)
         logits = shaped_logits(state.sampler, logits, history, length)
-    if plan.sampled:
+    if sampled:
         assert state.sampler is not None
-        start = state.target.len
-        sampler, how = state.sampler, plan.implementation
-        decision = decide_sampled(proposal, cand, logits, width, sampler, start, how)
+        sampler, start = state.sampler, state.target.len
+        decision = decide_sampled(proposal, cand, logits, width, sampler, start, implementation)
     else:
         decision = decide_greedy(cand, logits, width)
     if history is not None:

@@ -20,7 +20,7 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.layers import along_last
 
 GREEDY_TEMPERATURE = 1e-5
-DIGIT = 4
+DIGIT = 2
 """Bits of a float that one step of `leading` settles."""
 EVENTS = ("draft", "accept", "residual", "bonus")
 Event = Literal["draft", "accept", "residual", "bonus"]

@@ -26,6 +26,8 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from dflash_jax.kernels import Implementation
+
 AnyMesh = Mesh | AbstractMesh
 """Devices that are here, or that are planned with (`planned_mesh`)."""
 MODEL, DATA = "model", "data"
@@ -278,6 +280,13 @@ def by_vocabulary(
 def divides(mesh: AnyMesh, rows: int) -> bool:
     """Whether a table of so many rows, and logits over them, are split by vocabulary."""
     return rows % mesh.shape[MODEL] == 0
+
+
+def of_laws(mesh: Mesh | None, implementation: Implementation) -> Implementation:
+    """How laws over the vocabulary are filtered: split over a mesh, by XLA, for no kernel reduces
+    over several devices.
+    """
+    return implementation if mesh is None else "xla"
 
 
 def by_sequence(

@@ -137,8 +137,8 @@ def by_chance(rate: float) -> Callable[..., Any]:
     """Stands in for `round.decide`, the same work done: each draft is accepted at this rate."""
     decide = rounds.decide
 
-    def stand_in(state, proposal, cand, logits, width, plan):
-        decision, history = decide(state, proposal, cand, logits, width, plan)
+    def stand_in(state, proposal, cand, logits, width, *how):
+        decision, history = decide(state, proposal, cand, logits, width, *how)
         key = jax.random.fold_in(jax.random.key(3), state.rounds.max())
         lucky = jax.random.uniform(key, cand[:, 1:].shape) < rate
         lucky &= jnp.arange(1, cand.shape[1])[None] < width[:, None]

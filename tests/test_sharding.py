@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from cuda import ampere
 from families import FAMILIES, assert_close, trained
 from target_files import HF_TARGETS, write_gguf
 from targets import F32, ORACLES, TINY, TINY_TARGET, tiny_draft, tiny_target
@@ -20,6 +21,7 @@ from dflash_jax import (
     SamplingParams,
     SpecSession,
     generate,
+    kernels,
     load_draft,
     loop,
     quant,
@@ -150,6 +152,29 @@ def test_nothing_large_moves_and_caches_stay_where_they_are(sampling):
     assert session.state.target.k[0].sharding.spec[:2] == (None, sharding.MODEL)
     expected = generate(*pair("dspark"), PROMPT, 24, sampling=sampling)
     assert session.results()[0].token_ids == expected.token_ids
+
+
+def test_split_laws_are_filtered_by_xla(monkeypatch):
+    """No kernel reduces over several devices; on one, as on a GPU, it is the kernel's to do."""
+    asked = []
+
+    def leading(x, weight, limit):
+        asked.append(x.shape)
+        return x > 0
+
+    def trace(models):
+        session = SpecSession(*models, sampling=SAMPLED)
+        session.open([PROMPT], 24)
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels, "device_refusal", ampere)
+            patched.setattr(kernels.kernel("leading"), "leading", leading)
+            loop.decode.trace(*models, session.state, session._stops, jnp.int32(1), session.plan)
+
+    trace(split("dspark", 2))
+    assert not asked
+    trace(pair("dspark"))
+    assert asked
+    jax.clear_caches()
 
 
 def test_a_long_prompts_chunk_over_a_mesh():
