@@ -49,13 +49,11 @@ _LOG2_E = math.log2(math.e)
 @dataclasses.dataclass(frozen=True)
 class Tiling:
     """warpgroups: of a block, each with tiles of its own; stages: tiles of each in flight or in
-    use, 32 KB of shared memory at head dim 128. early: launch before what comes ahead has ended,
-    and wait for it inside (programmatic dependent launch).
+    use, 32 KB of shared memory at head dim 128.
     """
 
     warpgroups: int = 2
     stages: int = 2
-    early: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +68,6 @@ class _Spec:
     slots: int
     warpgroups: int
     stages: int
-    early: bool
     normed: bool
     eps: float
     causal: bool
@@ -156,7 +153,6 @@ def append_and_attend(
         slots=slots,
         warpgroups=tiling.warpgroups,
         stages=tiling.stages,
-        early=tiling.early,
         normed=norms is not None,
         eps=eps,
         causal=causal,
@@ -248,8 +244,6 @@ def _scratch(spec: _Spec):
 
 def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
     """One warpgroup. Barriers are not inserted by themselves: `commit_smem` is one."""
-    if spec.early and not spec.interpret:
-        plgpu.griddepcontrol_wait()
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_cache, v_cache, out, *sums = refs
     batch, kv_head, part, split, warpgroup = (

@@ -37,6 +37,8 @@ from dflash_jax.window import DSparkVtPolicy, Meter, default_widths
 BANDWIDTH_BYTES = {"cpu": 1 << 29}
 """Size of the array that bandwidth is measured on, by platform: well past every cache."""
 BANDWIDTH_BYTES_DEFAULT = 1 << 32
+BANDWIDTH_TURNS, BANDWIDTH_TURNS_DEFAULT = {"cpu": 2}, 32
+"""How often it is read: on a GPU some 30 ms, for launching takes a tenth of one, give or take."""
 BEYOND_CACHE = {"gpu": 120 << 20}
 """Weights that a stage should stream before it reads one again, by platform: twice the largest L2
 cache. A stage of fewer bytes runs over several copies of its weights in turn."""
@@ -382,8 +384,9 @@ def bandwidth(repeats: int) -> dict[str, float]:
 
     Reading: one maximum over it, and one product with a vector, which is what a CPU does best.
     """
-    size = BANDWIDTH_BYTES.get(jax.default_backend(), BANDWIDTH_BYTES_DEFAULT)
-    columns, iterations = 1 << 16, 2
+    platform, columns = jax.default_backend(), 1 << 16
+    size = BANDWIDTH_BYTES.get(platform, BANDWIDTH_BYTES_DEFAULT)
+    iterations = BANDWIDTH_TURNS.get(platform, BANDWIDTH_TURNS_DEFAULT)
     big = jnp.outer(
         jnp.linspace(0.5, 1.5, max(size // 4 // columns, 1)), jnp.linspace(-1, 1, columns)
     )

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from dflash_jax import Request, SpecSession, generate, load_draft
 from dflash_jax.cli import main, make_parser
 from dflash_jax.cli.decoding import session_options
+from dflash_jax.cli.models import draft_name
 from dflash_jax.cli.prompts import request_of, template_args
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.sharding import named_leaves
@@ -406,6 +407,17 @@ def test_text_needs_a_tokenizer(capsys):
     arguments = [a for a in command() if a != "--ids"]
     assert main(arguments) == 2
     assert "expected a tokenizer beside it (or --ids), found none" in capsys.readouterr().err
+
+
+def test_the_default_drafter_is_the_best_for_what_is_asked():
+    def chosen(*given):
+        return draft_name(make_parser().parse_args([*given]))
+
+    for command in (("generate", "x"), ("bench",)):
+        assert chosen(*command) == chosen(*command, "--temperature", "0") == "dspark"
+        assert chosen(*command, "--temperature", "0.8") == "dflash2"
+        assert chosen(*command, "--temperature", "0.8", "--draft", "dflash") == "dflash"
+    assert chosen("plan") == "dspark"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -9,11 +9,14 @@ from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts, s
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.head import draft_ids
 from dflash_jax.quant import FLOAT, PRECISIONS
+from dflash_jax.sampling import GREEDY_TEMPERATURE
 from dflash_jax.targets.dense import DenseTarget
 from dflash_jax.targets.loading import DEFAULT_TARGET, LoadedTarget, abstract_target, load_target
 
-DEFAULT_DRAFT = "dspark"
-"""The shipped drafter with the longest acceptance."""
+DEFAULT_DRAFT, SAMPLED_DRAFT = "dspark", "dflash2"
+"""The shipped drafter with the longest acceptance, and the one that samples fastest: it draws among
+a few candidates, where a chain filters the whole vocabulary slot by slot.
+"""
 
 
 def add_models(parser: Any) -> None:
@@ -29,7 +32,8 @@ def add_models(parser: Any) -> None:
         "--draft",
         metavar="NAME|DIR|FILE.gguf|none",
         help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory or file, or "
-        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT})",
+        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT}, and {SAMPLED_DRAFT} "
+        "to sample)",
     )
     parser.add_argument(
         "--draft-precision",
@@ -56,7 +60,7 @@ def draft_name(args: argparse.Namespace) -> str | None:
     """The drafter asked for, or None to decode plainly."""
     if args.draft is None and args.target != DEFAULT_TARGET:
         raise ValueError(f"--draft: expected a drafter for {args.target}, found none given")
-    name = DEFAULT_DRAFT if args.draft is None else args.draft
+    name = default_draft(args) if args.draft is None else args.draft
     if name != "none":
         return name
     for option in ("draft_precision", "draft_head_rows", "ranks"):
@@ -64,6 +68,12 @@ def draft_name(args: argparse.Namespace) -> str | None:
             flag = "--" + option.replace("_", "-")
             raise ValueError(f"{flag}: expected a drafter to apply it to, found --draft none")
     return None
+
+
+def default_draft(args: argparse.Namespace) -> str:
+    """The shipped drafter for what is asked: greedy tokens or sampled ones."""
+    temperature = getattr(args, "temperature", None) or 0
+    return SAMPLED_DRAFT if temperature > GREEDY_TEMPERATURE else DEFAULT_DRAFT
 
 
 def head_rows(args: argparse.Namespace, target: Any) -> int | None:
