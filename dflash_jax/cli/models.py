@@ -32,8 +32,8 @@ def add_models(parser: Any) -> None:
         "--draft",
         metavar="NAME|DIR|FILE.gguf|none",
         help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory or file, or "
-        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT}, and {SAMPLED_DRAFT} "
-        "to sample)",
+        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT}, to sample "
+        f"{SAMPLED_DRAFT})",
     )
     parser.add_argument(
         "--draft-precision",
