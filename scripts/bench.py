@@ -272,7 +272,8 @@ def context_ids(loaded: LoadedTarget, contexts: Sequence[int]) -> list[list[int]
 
 
 def run_rival(work: Workload, timeout: float | None = None) -> dict[str, Any]:
-    """The report of `torch_round.py` on the drafter's shape, run in a process of its own.
+    """The report of `torch_round.py` on the drafter's shape, run in a process of its own; past
+    `timeout` seconds, what it has until then, which says `cut_short`.
 
     Its round is that of a DFlash drafter; for DFlash2 it ends in the 16 best of each row.
     """
@@ -294,13 +295,17 @@ def run_rival(work: Workload, timeout: float | None = None) -> dict[str, Any]:
     command = [sys.executable, str(TORCH_ROUND), *flags, "--dtype", work.draft.dtype.name]
     command += ["--proposal", "topk16" if config.family == "dflash2" else "argmax"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        raise ValueError(f"--torch: {TORCH_ROUND.name} ran past --seconds") from None
+        done = subprocess.run(command, capture_output=True, timeout=timeout)
+    except subprocess.TimeoutExpired as late:
+        lines = (late.stdout or b"").decode().splitlines()
+        reports = [line for line in lines if line.startswith("{")]
+        if not reports:
+            raise ValueError(f"--torch: {TORCH_ROUND.name} ran past --seconds") from None
+        return json.loads(reports[-1]) | {"cut_short": True}
     if done.returncode:
-        last = (done.stderr.strip() or "no message").splitlines()[-1]
+        last = (done.stderr.decode().strip() or "no message").splitlines()[-1]
         raise ValueError(f"--torch: {TORCH_ROUND.name} failed: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.decode().splitlines()[-1])
 
 
 def bench(args: argparse.Namespace) -> dict[str, Any]:
@@ -320,14 +325,13 @@ def bench(args: argparse.Namespace) -> dict[str, Any]:
     report["torch"] = None
     print(f"  read {rates['read'] / 1e9:.1f} GB/s, copy {rates['copy'] / 1e9:.1f} GB/s")
     print(bench_report.table_header(), flush=True)
-    last_before_rival = STAGES.index("selection")
-    early = [name for name in stages if STAGES.index(name) <= last_before_rival]
-    for name in early:
+    rival = args.torch
+    for name in stages:
+        if rival and name != "draft_round":  # which is what it is held against
+            report["torch"], rival = try_rival(cases[0].work, clock), False
         measure_all(name, cases, report, clock)
-    if args.torch:
+    if rival:
         report["torch"] = try_rival(cases[0].work, clock)
-    for name in stages[len(early) :]:
-        measure_all(name, cases, report, clock)
     report["seconds"] = time.monotonic() - clock.began
     bench_report.conclude(report)
     for line in bench_report.conclusions(report):

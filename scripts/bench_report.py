@@ -158,6 +158,8 @@ def conclusions(report: Report) -> list[str]:
     elif rival is not None:
         for label, milliseconds in rival["milliseconds"].items():
             lines.append(f"torch {rival['torch']}, one CUDA graph, {label}: {milliseconds:.3f} ms")
+        if rival.get("cut_short"):
+            lines.append("torch: cut short, what it does faster may be missing")
         for implementation, ratio in rival["over_draft_round"].items():
             lines.append(f"draft_round, {implementation}: {ratio:.2f}x as fast as torch")
     return lines

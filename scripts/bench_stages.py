@@ -13,7 +13,7 @@ import dflash_jax.draft as drafter
 import dflash_jax.round as rounds
 from dflash_jax import ctx_features, forward_round, ingest_ctx
 from dflash_jax.config import DFlashConfig
-from dflash_jax.draft import DFlashDraft
+from dflash_jax.draft import DFlashDraft, for_rounds
 from dflash_jax.propose import Proposal, draft_logits, first_fault, propose
 from dflash_jax.round import DecodeState, propose_block
 from dflash_jax.targets import dense
@@ -83,13 +83,14 @@ def ingest(work: Workload) -> Stage:
     width = work.plan.verify_width
 
     def step(carry, i, target, draft, still):
-        kv, taps = carry
+        kv, taps, ready = carry
         pos = kv.len[:, None] + jnp.arange(width)[None]
-        feats = ctx_features(draft, taps[i % taps.shape[0]])
-        return ingest_ctx(draft, kv, feats, pos, still), taps
+        feats = ctx_features(ready, taps[i % taps.shape[0]])
+        return ingest_ctx(ready, kv, feats, pos, still), taps, ready
 
     shape = (4, work.batch, width, work.draft.config.tap_size)
-    return Stage(step, (work.state.draft, normal(jax.random.key(2), shape, work.draft.dtype, 1.0)))
+    taps = normal(jax.random.key(2), shape, work.draft.dtype, 1.0)
+    return Stage(step, (work.state.draft, taps, jax.jit(for_rounds)(work.draft)))
 
 
 def verify(work: Workload) -> Stage:
@@ -172,7 +173,6 @@ STAGES = (
     "draft_round",
     "spec_round",
     "loop",
-    "cost_loop",
     "backbone",
     "attention",
     "selection",
@@ -181,12 +181,14 @@ STAGES = (
     "verify_attention",
     "draft_head",
     "ingest",
+    "cost_loop",
 )
-"""Every stage by name, the most telling first. `spec_round`: draft, verify, accept, commit, ingest;
-`loop`: the same as it runs in a generation, accepting drafts, one launch for many rounds;
-`cost_loop`: the loop under the window policy `cost`, of widths whose costs are measured first;
-`plain_step`: one token without a drafter. Attention includes head norms, rope and cache append;
-selection is what follows the draft logits (argmax, Markov chain, or top-k and walk)."""
+"""Every stage by name, the most telling first, the longest to prepare last. `spec_round`: draft,
+verify, accept, commit, ingest; `loop`: the same as it runs in a generation, accepting drafts, one
+launch for many rounds; `cost_loop`: the loop under the window policy `cost`, of widths whose costs
+are measured first; `plain_step`: one token without a drafter. Attention includes head norms, rope
+and cache append; selection is what follows the draft logits (argmax, Markov chain, or top-k and
+walk)."""
 
 
 @contextmanager

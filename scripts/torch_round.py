@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -147,9 +147,8 @@ def graph_milliseconds(function, *args, repeats: int = 5, replays: int = 50) -> 
     return statistics.median(times)
 
 
-def measure(rival: Rival, proposals: list[str]) -> dict[str, float]:
-    """Milliseconds a round: "argmax", "argmax compiled" and so on."""
-    figures = {}
+def measure(rival: Rival, proposals: list[str]) -> Iterator[tuple[str, float]]:
+    """What was timed ("argmax", "argmax compiled" and so on), milliseconds a round."""
     for name in proposals:
 
         def draft(ids, positions, propose=PROPOSALS[name]):
@@ -157,9 +156,9 @@ def measure(rival: Rival, proposals: list[str]) -> dict[str, float]:
 
         compiled = torch.compile(draft, mode="max-autotune-no-cudagraphs")
         for label, function in ((name, draft), (f"{name} compiled", compiled)):
-            figures[label] = graph_milliseconds(function, rival.ids, rival.positions)
-            print(f"torch, one CUDA graph, {label}: {figures[label]:.3f} ms", flush=True)
-    return figures
+            milliseconds = graph_milliseconds(function, rival.ids, rival.positions)
+            print(f"torch, one CUDA graph, {label}: {milliseconds:.3f} ms", flush=True)
+            yield label, milliseconds
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -175,7 +174,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     torch.manual_seed(0)
     shape = Shape(**args)
-    figures = measure(Rival(shape, "cuda", getattr(torch, dtype)), proposals)
+    figures: dict[str, float] = {}
     report = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
@@ -183,7 +182,9 @@ def main(argv: list[str] | None = None) -> int:
         "shape": dataclasses.asdict(shape),
         "milliseconds": figures,
     }
-    print(json.dumps(report))
+    for label, milliseconds in measure(Rival(shape, "cuda", getattr(torch, dtype)), proposals):
+        figures[label] = milliseconds
+        print(json.dumps(report), flush=True)  # after each: compiling may run out of time
     return 0
 
 

@@ -572,6 +572,14 @@ def test_the_rival_gets_the_shape_of_the_drafter(family, proposal, monkeypatch, 
     assert {name[2:].replace("-", "_") for name in given} == fields
 
 
+def test_a_rival_cut_short_reports_what_it_has(monkeypatch, tmp_path):
+    script = tmp_path / "rival.py"
+    figures = {"milliseconds": {"argmax": 1.5}}
+    script.write_text(f"import time; print({json.dumps(figures)!r}, flush=True); time.sleep(60)")
+    monkeypatch.setattr(bench, "TORCH_ROUND", script)
+    assert bench.run_rival(tiny_workload(), timeout=2.0) == figures | {"cut_short": True}
+
+
 @pytest.mark.parametrize(
     ("body", "seconds", "why"),
     [
