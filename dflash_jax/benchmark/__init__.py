@@ -124,8 +124,12 @@ def run_trial(
         difference = first_difference(target, prompts[i].ids, *pairs[i])
         assert difference is not None
         gaps.append(difference.top2_gap)
-    padded = decode(target, draft, *common, {**options, "accept": False}, batch)
-    changed = sum(pairs[i][0].token_ids != padded.generations[i].token_ids for i in parted)
+    # One at a time only those; a batch stays as it was, for its program is of its size.
+    again = parted if batch == 1 else range(len(prompts))
+    those = [prompts[i] for i in again]
+    padded = decode(target, draft, those, max_new_tokens, {**options, "accept": False}, batch)
+    undrafted = dict(zip(again, padded.generations, strict=True))
+    changed = sum(pairs[i][0].token_ids != undrafted[i].token_ids for i in parted)
     return dataclasses.replace(
         trial, same=len(pairs) - len(parted), lossless=len(pairs) - changed, largest_gap=max(gaps)
     )

@@ -62,25 +62,28 @@ class Sight(struct.PyTreeNode):
         return jax.tree.map(lambda x: x[index], self)
 
 
+AnyArray = jax.Array | np.ndarray
+
+
 class Knobs(struct.PyTreeNode):
     """A setting as arrays, for L layers and k taps.
 
     places `[k]`: of the taps, in `Sight.layers`. causal, window `[L]`. cap: infinite where off.
     """
 
-    places: jax.Array | np.ndarray
-    mask_id: jax.Array | np.ndarray
-    noise_scale: jax.Array | np.ndarray
-    inv_freq: jax.Array | np.ndarray
-    rope_scale: jax.Array | np.ndarray
-    causal: jax.Array | np.ndarray
-    window: jax.Array | np.ndarray
-    eps: jax.Array | np.ndarray
-    block: jax.Array | np.ndarray
-    first: jax.Array | np.ndarray
-    multiplier: jax.Array | np.ndarray
-    cap: jax.Array | np.ndarray
-    top_k: jax.Array | np.ndarray
+    places: AnyArray
+    mask_id: AnyArray
+    noise_scale: AnyArray
+    inv_freq: AnyArray
+    rope_scale: AnyArray
+    causal: AnyArray
+    window: AnyArray
+    eps: AnyArray
+    block: AnyArray
+    first: AnyArray
+    multiplier: AnyArray
+    cap: AnyArray
+    top_k: AnyArray
 
 
 class Scores(struct.PyTreeNode):
