@@ -9,6 +9,7 @@ import pytest
 from families import arrays, assert_close, stage_draft
 
 from dflash_jax import kernels, selector
+from dflash_jax.sampling import GREEDY_TEMPERATURE
 from dflash_jax.selector import (
     Walk,
     candidate_fault,
@@ -232,10 +233,13 @@ def test_greedy_forms_walk_the_same_paths(dyadic):
 def test_sampled_forms_draw_the_same_paths(dyadic, temperature):
     walks, uniforms = random_walks(1, 300, dyadic=dyadic)
     scan, *others = (over_walks(f, 2)(*walks, jnp.float32(temperature), uniforms) for f in SAMPLED)
+    # A score is summed in another order by each form, and enters the law over the temperature:
+    # jax 0.12 rounds one of 16800 so that at 0.3 it is off by 1.3e-6.
+    off = 1e-6 / min(temperature, 1) if temperature > GREEDY_TEMPERATURE else 0
     for other in others:
         np.testing.assert_array_equal(scan.path, other.path)
         np.testing.assert_array_equal(scan.chosen, other.chosen)
-        np.testing.assert_allclose(scan.q_rows, other.q_rows, atol=1e-6)
+        np.testing.assert_allclose(scan.q_rows, other.q_rows, atol=off)
     for walk in (scan, *others):
         chosen = np.take_along_axis(np.asarray(walk.q_rows), np.asarray(walk.chosen)[..., None], -1)
         np.testing.assert_array_equal(walk.q_chosen, chosen[..., 0])  # bit for bit
