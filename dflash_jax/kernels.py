@@ -3,7 +3,7 @@
 import importlib
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 
@@ -12,7 +12,7 @@ Implementation = Choice | Literal["mosaic"] | None
 """`xla` is the reference, `pallas` the GPU kernel (Triton); None takes the best that runs here.
 `mosaic` is a kernel for Hopper (Mosaic GPU); ops that have none choose as they do for None.
 """
-NAMES = ("xla", "pallas", "mosaic")
+NAMES = (*get_args(Choice), "mosaic")
 
 
 def resolve(
@@ -54,7 +54,8 @@ def mosaic_kernel(
     Raises NotImplementedError where it is asked for and cannot run: on anything but a Hopper GPU,
     or below jax 0.11, which has not all of its interface.
     """
-    if implementation != "mosaic" and (implementation is not None or not best):
+    wanted = implementation == "mosaic" or (implementation is None and best)
+    if not wanted:
         return None
     refusal = device_refusal(hopper=True)
     if refusal is None and jax.__version_info__ < (0, 11):
@@ -64,6 +65,12 @@ def mosaic_kernel(
     if implementation is None:
         return None
     raise NotImplementedError(f"implementation 'mosaic': {refusal}")
+
+
+def check(implementation: Implementation) -> None:
+    """Raises as `resolve` and `mosaic_kernel` do, whatever the op: what is asked for runs here."""
+    resolve(implementation)
+    mosaic_kernel(implementation, "attention")
 
 
 def device_refusal(hopper: bool = False) -> str | None:

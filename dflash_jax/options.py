@@ -59,8 +59,7 @@ def round_plan(
             f"draft: expected a DFlashDraft (load_draft) or None, found a {kind_of(draft)}"
         )
     sharding.check_pair(target, draft)
-    kernels.resolve(implementation)
-    kernels.mosaic_kernel(implementation, "attention")
+    kernels.check(implementation)
     same = {
         "capacity": capacity,
         "logprobs": logprobs,
