@@ -23,6 +23,7 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, DraftKV
 from dflash_jax.layers import (
     SUM_TILE,
+    add_norm,
     apply_rope,
     linear,
     rms_norm,
@@ -388,10 +389,8 @@ def layer_forward(
     attention, mlp = layer.attention_conv, layer.mlp_conv
     if attention is None or mlp is None:
         h = rms_norm(x, layer.input_norm, eps)
-        x = x + row_linear(
-            attend(linear(h, layer.qkv, **choice)), layer.o, sums.attention, **choice
-        )
-        h = rms_norm(x, layer.post_norm, eps)
+        attended = attend(linear(h, layer.qkv, **choice))
+        x, h = add_norm(x, attended, layer.o, layer.post_norm, eps, sums.attention, **choice)
         return x + swiglu(h, layer.gate_up, layer.down, axis=sums.mlp, **choice)
     # DFlash2: each sublayer stands between two convolutions.
     h, dyn = d2_conv_prepare(attention, x, norm=layer.input_norm, eps=eps, **choice)

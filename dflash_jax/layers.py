@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from dflash_jax import quant
+from dflash_jax import kernels, quant
 from dflash_jax.config import RopeConfig
 from dflash_jax.kernels import Implementation
 from dflash_jax.quant import QuantizedLinear
@@ -54,6 +54,57 @@ def row_linear(
     return jax.lax.psum(part, axis).astype(x.dtype)
 
 
+FEW_ROWS, NARROW = 32, 1024
+"""Rows of all sequences, and their width, up to which `add_norm` has a kernel and `gated` sums in
+parts: what counts there is the number of launches. At 4096 the bytes count, and XLA's own way with
+them was faster.
+"""
+MOST_PARTS, OUTPUTS = 8, 16384
+"""A product of few rows is summed in parts where its outputs alone leave a GPU idle: `OUTPUTS` over
+the number of outputs, a power of two, at most `MOST_PARTS`.
+"""
+
+
+def add_norm(
+    x: jax.Array,
+    rows: jax.Array,
+    weight: jax.Array | QuantizedLinear,
+    norm: jax.Array,
+    eps: float,
+    axis: str | None = None,
+    *,
+    implementation: Implementation = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What ends a sublayer and begins the next: `x + row_linear(rows, weight)`, and its `rms_norm`.
+
+    implementation: the kernel takes FEW_ROWS of NARROW models; the rest is XLA's, and so are
+    quantised weights and shards. Raises NotImplementedError as `kernels.resolve` does.
+    """
+    if axis is None and _few(x, weight) and kernels.resolve(implementation) == "pallas":
+        parts = _in_parts(rows, weight)
+        return kernels.kernel("add_norm").add_norm(x, parts, norm, eps)
+    x = x + row_linear(rows, weight, axis, implementation=implementation)
+    return x, rms_norm(x, norm, eps)
+
+
+def _few(x: jax.Array, weight: jax.Array | QuantizedLinear) -> bool:
+    """Whether the product of a small model's few rows, `x [..., H]` wide, is worth its parts."""
+    few = math.prod(x.shape[:-1]) <= FEW_ROWS and x.shape[-1] <= NARROW
+    return few and not isinstance(weight, QuantizedLinear)
+
+
+def _in_parts(rows: jax.Array, weight: jax.Array) -> jax.Array:
+    """The product as f32 sums over shares of the inputs, `[parts, ..., out]`."""
+    outputs, inputs = weight.shape
+    parts = 1
+    while 2 * parts <= min(MOST_PARTS, OUTPUTS // outputs) and inputs % (16 * parts) == 0:
+        parts *= 2
+    a = rows.reshape(*rows.shape[:-1], parts, -1)
+    b = weight.reshape(outputs, parts, -1)
+    dims = (((a.ndim - 1,), (2,)), ((a.ndim - 2,), (1,)))
+    return jax.lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+
+
 def along_last(vector: jax.Array | np.ndarray, ndim: int) -> jax.Array | np.ndarray:
     """`vector [n]` as `[1, ..., 1, n]`: how it meets an array of `ndim` axes, said out loud."""
     return vector.reshape((1,) * (ndim - 1) + (-1,))
@@ -81,9 +132,24 @@ def swiglu(
 
     axis: see `row_linear`.
     """
-    rows = linear(x, gate_up, implementation=implementation)
+    rows = gated(x, gate_up, implementation)
+    return row_linear(rows, down, axis, implementation=implementation)
+
+
+def gated(
+    x: jax.Array, gate_up: jax.Array | QuantizedLinear, implementation: Implementation = None
+) -> jax.Array:
+    """`silu(gate x) * (up x)`; `gate_up [2F, H]` holds the gate rows, then the up rows.
+
+    A GPU sums few rows in parts, which then costs no launch of its own.
+    """
+    several = math.prod(x.shape[:-1]) > 1
+    if several and _few(x, gate_up) and kernels.resolve(implementation) == "pallas":
+        rows = _in_parts(x, gate_up).sum(axis=0).astype(x.dtype)
+    else:
+        rows = linear(x, gate_up, implementation=implementation)
     gate, up = jnp.split(rows, 2, axis=-1)
-    return row_linear(jax.nn.silu(gate) * up, down, axis, implementation=implementation)
+    return jax.nn.silu(gate) * up
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float]:

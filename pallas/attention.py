@@ -34,6 +34,9 @@ MAX_ROWS = 128
 MOST_ALIGNED = 32
 """Most splits of a causal block's context."""
 
+ALL = 1 << 30
+"""Steps of a split that takes whatever there is."""
+
 _LEAST = float(jnp.finfo(jnp.float32).min)
 _MIN_DOT = 16
 
@@ -43,9 +46,9 @@ class Tiling:
     """How the context is cut.
 
     keys: rows of one step. alone: most steps that one split takes alone, without a merge; steps:
-    fewest for each of several; aligned: what each takes where blocks are causal. programs: how many
-    to aim for in all, no more than run at a time; splits: most for one kv head. num_warps,
-    num_stages: Triton's.
+    fewest for each of several; aligned: what each takes where blocks are causal (ALL: one takes
+    them). programs: how many to aim for in all, no more than run at a time; splits: most for one kv
+    head. num_warps, num_stages: Triton's.
     """
 
     keys: int = 64
@@ -58,19 +61,29 @@ class Tiling:
     num_stages: int = 3
 
 
-def tiling_for(dim: int, query_rows: int, itemsize: int, causal: bool) -> Tiling:
+def tiling_for(dim: int, query_rows: int, itemsize: int, causal: bool, kv_heads: int = 1) -> Tiling:
     """The tiling of head dim `dim`, `query_rows` a kv head and `itemsize` bytes an element.
 
     A split alone takes the smallest caches (256 rows and a block), or 1024 rows of narrow heads:
-    about what a merge costs.
+    about what a merge costs. kv_heads: of all sequences. The more there are, the fewer splits of
+    each fill the card, and the more a causal block's splits take: partial sums of 128 keys are as
+    many bytes as the keys.
     """
     warps = 4 if query_rows <= 64 and itemsize < 4 else 8
+    crowd = 2 ** max(0, kv_heads.bit_length() - 4)
     if itemsize == 4:
-        return Tiling(keys=32, alone=10, steps=4, aligned=4, num_warps=warps, num_stages=2)
-    if dim <= 64:
-        return Tiling(keys=128, alone=9, aligned=3, num_warps=warps)
-    # A causal block's two steps need no third stage, and two programs fit a multiprocessor.
-    return Tiling(num_warps=warps, num_stages=2 if causal else 3)
+        tiling = Tiling(keys=32, alone=10, steps=4, aligned=4, num_warps=warps, num_stages=2)
+    elif dim <= 64:
+        tiling = Tiling(keys=128, alone=9, aligned=3, num_warps=warps)
+    else:
+        # A third stage pays over many steps, but where it leaves room for two programs on a
+        # multiprocessor.
+        few = causal if crowd == 1 else query_rows >= 64
+        tiling = Tiling(num_warps=warps, num_stages=2 if few else 3)
+    aligned = max(tiling.aligned, 128 * crowd // tiling.keys)
+    if kv_heads >= tiling.programs:
+        aligned = ALL
+    return dataclasses.replace(tiling, aligned=aligned)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,7 +152,7 @@ def append_and_attend(
     _, kv_heads, slots, dim = k_cache.shape
     heads = width // dim - 2 * kv_heads
     padded = _pad(heads // kv_heads * rows)
-    tiling = tiling or tiling_for(dim, padded, qkv.dtype.itemsize, causal)
+    tiling = tiling or tiling_for(dim, padded, qkv.dtype.itemsize, causal, batch * kv_heads)
     spec = _Spec(
         rows=rows,
         heads=heads,

@@ -279,6 +279,27 @@ def test_long_contexts_take_more_steps_a_split(start, slots):
     check(args, run=partial(kernel.append_and_attend, tiling=tiling, interpret=True), **kind)
 
 
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "splits"),
+    # One sequence, eight and 32 of Qwen3-8B's shape; 32 of SmolLM2's.
+    [(128, 8, 32), (128, 64, 4), (128, 256, 1), (64, 96, 4)],
+)
+def test_many_sequences_share_the_card_with_fewer_splits(dim, kv_heads, splits):
+    tiling = kernel.tiling_for(dim, 32, 2, True, kv_heads)
+    assert kernel._splits(tiling, kv_heads, 4096, aligned=True) == splits
+
+
+def test_one_split_rounds_a_causal_row_the_same_wherever_its_block_began():
+    tiling = dataclasses.replace(CUT, aligned=kernel.ALL)
+    rows, run = [], partial(kernel.append_and_attend, tiling=tiling, interpret=True)
+    for start in (33, 37, 40):
+        args, kind = aligned_case(start, 48, 8, BF16, 64, None, fill=run)
+        check(args, run=run, **kind)
+        rows.append(np.asarray(run(*args, **kind)[0][0, 40 - start], np.float64))
+    np.testing.assert_array_equal(rows[0], rows[2])
+    np.testing.assert_array_equal(rows[1], rows[2])
+
+
 def test_rows_that_would_not_fit_stay_inside_the_cache():
     """Like a slice update: the block moves back, nothing is written past the end."""
     args = list(problem((92,)))

@@ -18,7 +18,7 @@ from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT
-from dflash_jax.layers import SUM_TILE, linear, rms_norm, rope_tables, row_linear, swiglu
+from dflash_jax.layers import SUM_TILE, add_norm, gated, linear, rms_norm, rope_tables
 from dflash_jax.sharding import ALONE, Sums
 from dflash_jax.targets import TargetOutput, check_taps
 
@@ -200,9 +200,10 @@ def _layers(
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     place = BlockPlace(cos, sin, q_pos=pos, k_pos=k_pos, slot=state.len, end=state.len)
     new_k, new_v, tapped = list(state.k), list(state.v), {}
+    norms = [layer.input_norm for layer in target.layers] + [target.norm]
+    end, h = partial(add_norm, implementation=implementation), rms_norm(x, norms[0], eps)
     for i, layer in enumerate(target.layers):
         with jax.named_scope(f"target_layer_{i}"):
-            h = rms_norm(x, layer.input_norm, eps)
             attended, new_k[i], new_v[i] = append_and_attend(
                 linear(h, layer.qkv),
                 layer.head_norms,
@@ -214,11 +215,11 @@ def _layers(
                 window=config.layer_window[i],
                 implementation=implementation,
             )
-            x = x + row_linear(attended, layer.o, sums.attention)
-            h = rms_norm(x, layer.post_norm, eps)
-            x = x + swiglu(h, layer.gate_up, layer.down, axis=sums.mlp)
+            x, h = end(x, attended, layer.o, layer.post_norm, eps, sums.attention)
+            h = gated(h, layer.gate_up, implementation)
+            x, h = end(x, h, layer.down, norms[i + 1], eps, sums.mlp)
             tapped[i] = x
-    hidden = rms_norm(x, target.norm, eps)
+    hidden = h
     # transformers' hidden_states hold the last layer's output after the final norm.
     tapped[config.num_hidden_layers - 1] = hidden
     empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
