@@ -78,6 +78,9 @@ def parser() -> Parser:
     add("--data", type=Path, help="train on these records instead of sampled text")
     add("--corpus", type=Path, nargs="+", help="sampled text: read where there, else written")
     add("--rows", type=int, default=32768, help="conversations to sample")
+    mix = data.Mix()
+    add("--greedy", type=float, default=mix.greedy, help="share of sampled answers that are greedy")
+    add("--warm", type=float, default=mix.warm, help="share that are so after a few drawn tokens")
     add("--sample-batch", type=int, default=2048, help="conversations sampled at a time")
     add("--sample-seconds", type=float, default=float("inf"), help="stop sampling after this")
     add("--length", type=int, default=512, help="tokens a conversation")
@@ -139,6 +142,10 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(name)}: expected a finite number from 0, found {value}")
     if not any(getattr(args, name) for name in losses):
         raise ValueError("--ce: expected more than 0 where --kl and --l1 are 0, found 0.0")
+    for name, most in (("greedy", 1.0), ("warm", 1.0 - args.greedy)):
+        share = getattr(args, name)
+        if not 0 <= share <= most:
+            raise ValueError(f"{_flag(name)}: expected a share from 0 to {most:g}, found {share:g}")
     for name in ("time_budget", "sample_seconds"):
         if math.isnan(getattr(args, name)):
             raise ValueError(f"{_flag(name)}: expected seconds, found nan")
@@ -259,6 +266,7 @@ def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
                 args.seed + 1000 * number,
                 batch=args.sample_batch,
                 options=sampling,
+                mix=data.Mix(greedy=args.greedy, warm=args.warm),
                 seconds=args.sample_seconds,
                 mesh=data_mesh(args.devices),
                 report=say,

@@ -114,6 +114,9 @@ def test_what_cannot_run_is_one_line(run, capsys):
         ("kl", "nan"),
         ("l1", "inf"),
         ("time_budget", "nan"),
+        ("greedy", 1.5),
+        ("greedy", "nan"),
+        ("warm", 0.6),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_before_anything_is_loaded(option, value, capsys):
