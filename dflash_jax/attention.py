@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from dflash_jax import kernels
+from dflash_jax.integers import cdiv
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, write_rows
 from dflash_jax.layers import apply_rope, rms_norm
@@ -225,7 +226,7 @@ def tiled_attention(
     result is that of one tile up to rounding. The block's rows are in the cache already.
     """
     slots, rows = k.shape[2], q.shape[1]
-    first, last = jnp.int32(0), jnp.int32(-(-slots // tile))
+    first, last = jnp.int32(0), jnp.int32(cdiv(slots, tile))
     if not place.ring:
         # Slots lie in order of position: what no row sees is a run at either end.
         last = jnp.minimum(last, (jnp.max(place.slot) + rows - 1) // tile + 1)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from dflash_jax import hosted, loop
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.integers import round_up
 from dflash_jax.results import Generation
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.session import generate
@@ -117,7 +118,7 @@ def first_difference(
 
 def top2_gap(target: AnyTarget, context: Sequence[int]) -> float:
     """The target's best logit minus its second best, after `context`."""
-    capacity = -(-len(context) // loop.CHUNKS[-1]) * loop.CHUNKS[-1]
+    capacity = round_up(len(context), loop.CHUNKS[-1])
     driver = hosted.driver(target)
     caches = driver.empty_caches(target, None, 1, capacity)
     caches = driver.prefill(target, None, caches, [context], [0], capacity)

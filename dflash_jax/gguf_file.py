@@ -16,6 +16,7 @@ import numpy as np
 
 from dflash_jax import quant
 from dflash_jax.extras import require
+from dflash_jax.integers import round_up
 from dflash_jax.keys import printable
 from dflash_jax.leaves import ALL
 from dflash_jax.quant import QuantizedLinear
@@ -55,7 +56,7 @@ class GGUFFile:
         alignment = self.metadata.get("general.alignment", 32)
         if not isinstance(alignment, int) or alignment < 1:
             raise ValueError(f"general.alignment: expected a positive number, found {alignment!r}")
-        base = -(-header.at // alignment) * alignment
+        base = round_up(header.at, alignment)
         self._tensors = {name: (shape, kind, base + at) for name, shape, kind, at in infos}
         for name in self._tensors:
             end = sum(self._extent(name))

@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from dflash_jax import sharding
 from dflash_jax.config import DFlashConfig
+from dflash_jax.integers import round_up
 
 ABSENT = -1
 """Position of a cache slot that holds nothing: attention never reads it, NaN included."""
@@ -60,7 +61,7 @@ class DraftKV(struct.PyTreeNode):
 
 
 def _whole(slots: int) -> int:
-    return -(-slots // SLOT_STEP) * SLOT_STEP
+    return round_up(slots, SLOT_STEP)
 
 
 def allocate(

@@ -11,6 +11,7 @@ import numpy as np
 from dflash_jax import kernels, sharding
 from dflash_jax.config import DSparkHarvest, resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.integers import round_up
 from dflash_jax.kernels import Implementation
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import RoundPlan
@@ -131,7 +132,7 @@ def _check_costs(costs: Any, widths: Iterable[int], widest: int) -> None:
 def stop_table(stops: Sequence[Sequence[int]], room: int = STOPS) -> jax.Array:
     """Stop ids of each sequence `[B, n]`, padded with -1 to `room` or a multiple of it."""
     longest = max(map(len, stops))
-    room *= max(1, -(-longest // room))
+    room = round_up(max(1, longest), room)
     return jnp.asarray([[*ids, *[-1] * (room - len(ids))] for ids in stops], jnp.int32)
 
 
@@ -141,7 +142,7 @@ def default_capacity(rows: int, limit: int) -> int:
     Nearby lengths so share compiled programs, and a long context is not doubled.
     """
     if rows > CAPACITY_STEP:
-        return min(-(-rows // CAPACITY_STEP) * CAPACITY_STEP, limit)
+        return min(round_up(rows, CAPACITY_STEP), limit)
     capacity = MIN_CAPACITY
     while capacity < rows:
         capacity *= 2

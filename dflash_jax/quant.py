@@ -23,6 +23,7 @@ import numpy as np
 from flax import struct
 
 from dflash_jax import kernels
+from dflash_jax.integers import cdiv, round_up
 from dflash_jax.kernels import Implementation
 
 Precision = Literal["int8", "q8_0", "q4_0"]
@@ -74,7 +75,7 @@ def stored(shape: tuple[int, int], precision: Precision) -> Stored:
     scales = jax.ShapeDtypeStruct((rows, columns // BLOCK), jnp.float16)
     if precision == "q8_0":
         return Stored(jax.ShapeDtypeStruct(shape, jnp.int8), scales)
-    packed = (rows, BLOCK * -(-columns // (2 * BLOCK)))
+    packed = (rows, round_up(columns, 2 * BLOCK) // 2)
     return Stored(jax.ShapeDtypeStruct(packed, jnp.uint8), scales)
 
 
@@ -142,7 +143,7 @@ def pack_nibbles(codes: np.ndarray) -> np.ndarray:
     scale. (In a GGUF file a block keeps to itself.) The partner of an odd last block is zeros.
     """
     rows, columns = codes.shape
-    padded = np.zeros((rows, -(-columns // (2 * BLOCK)), 2, BLOCK), np.uint8)
+    padded = np.zeros((rows, cdiv(columns, 2 * BLOCK), 2, BLOCK), np.uint8)
     padded.reshape(rows, -1)[:, :columns] = codes ^ 8
     return (padded[:, :, 0] | padded[:, :, 1] << 4).reshape(rows, -1)
 

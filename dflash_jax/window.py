@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from dflash_jax.integers import cdiv
 from dflash_jax.sampling import leading_count
 
 PolicyKind = Literal["fixed", "ladder", "confidence", "confidence-slot", "cost"]
@@ -90,6 +91,11 @@ def measured_window(family: str, platform: str) -> dict[str, Any]:
     return options
 
 
+def parts_of(rows: int) -> tuple[int, ...]:
+    """A quarter and half of a block's rows, two at least, and all of them, ascending."""
+    return tuple(sorted({max(2, cdiv(rows, 4)), max(2, cdiv(rows, 2)), rows}))
+
+
 def default_widths(policy: DSparkVtPolicy, widest: int, rows_cost: bool = False) -> tuple[int, ...]:
     """The verify widths to compile, ascending: each is a program of the target's.
 
@@ -97,10 +103,9 @@ def default_widths(policy: DSparkVtPolicy, widest: int, rows_cost: bool = False)
     GPU verifies it at the price of a row; rows_cost: where it doesn't, as on a CPU, a quarter and a
     half too.
     """
-    parts = {max(2, -(-widest // 4)), max(2, -(-widest // 2)), widest}
     if policy.kind == "cost":
-        return tuple(sorted({1, *parts}))
-    return tuple(sorted(parts)) if rows_cost and policy.kind != "fixed" else (widest,)
+        return tuple(sorted({1, *parts_of(widest)}))
+    return parts_of(widest) if rows_cost and policy.kind != "fixed" else (widest,)
 
 
 Costs = Mapping[int, float] | Mapping[int, Mapping[int, float]]

@@ -28,6 +28,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
 from dflash_jax.attention import BlockPlace, HeadNorms
+from dflash_jax.integers import round_up
 from dflash_jax.kv import ABSENT, SLOT_STEP
 
 plgpu: Any = mosaic_gpu  # another interface in every version of jax
@@ -83,7 +84,7 @@ class _Spec:
     @property
     def pitch(self) -> int:
         """Query rows from one head to the next: copies begin at multiples of 128 bytes."""
-        return -(-self.rows // 8) * 8
+        return round_up(self.rows, 8)
 
     @property
     def held(self) -> int:

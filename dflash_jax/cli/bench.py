@@ -37,7 +37,7 @@ from dflash_jax.records import HELDOUT, kind_of, naming, read_records
 from dflash_jax.session import SpecSession
 from dflash_jax.targets import HostedTarget
 from dflash_jax.targets.loading import LoadedTarget
-from dflash_jax.window import DSparkVtPolicy, PolicyKind
+from dflash_jax.window import DSparkVtPolicy, PolicyKind, parts_of
 
 LIMIT = 12
 """Prompts taken where no number is given: a few minutes on two CPU cores."""
@@ -247,15 +247,17 @@ def ways(
 
 def sweep(draft: DFlashDraft, hosted: bool = False) -> dict[str, list[Any]]:
     """Block sizes and policies worth a try with a drafter; hosted targets have no `cost`."""
-    whole = draft.config.block_size
     kinds = [
         kind
         for kind in get_args(PolicyKind)
         if draft.confidence is not None or not DSparkVtPolicy(kind).needs_confidence
         if not (hosted and kind == "cost")
     ]
-    blocks = sorted({max(2, -(-whole // 4)), max(2, -(-whole // 2)), whole})
-    return {"block_size": blocks, "verify_width": [None], "window_policy": kinds}
+    return {
+        "block_size": [*parts_of(draft.config.block_size)],
+        "verify_width": [None],
+        "window_policy": kinds,
+    }
 
 
 def conditions_of(

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 from dflash_jax import kernels, sharding
 from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
+from dflash_jax.integers import round_up
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import SUM_TILE, add_norm, gated, linear, rms_norm, rope_tables
@@ -138,7 +139,7 @@ class DenseTarget(struct.PyTreeNode):
     def init_state(self, batch: int, slots: int) -> DenseState:
         config = self.config
         sharding.check_batch(self.mesh, batch)
-        slots = -(-slots // SUM_TILE) * SUM_TILE  # which attention sums over
+        slots = round_up(slots, SUM_TILE)  # which attention sums over
         shape = (batch, config.num_key_value_heads, slots, config.head_dim)
 
         def leaves() -> list[jax.Array]:
