@@ -1,6 +1,7 @@
 """The small layers that drafters and targets share: RMSNorm, rotary embedding, SwiGLU, linear."""
 
 import math
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -80,17 +81,20 @@ def add_norm(
     implementation: the kernel takes FEW_ROWS of NARROW models; the rest is XLA's, and so are
     quantised weights and shards. Raises NotImplementedError as `kernels.resolve` does.
     """
-    if axis is None and _few(x, weight) and kernels.resolve(implementation) == "pallas":
+    if axis is None and _summed_in_parts(weight, x, implementation):
         parts = _in_parts(rows, weight)
         return kernels.kernel("add_norm").add_norm(x, parts, norm, eps)
     x = x + row_linear(rows, weight, axis, implementation=implementation)
     return x, rms_norm(x, norm, eps)
 
 
-def _few(x: jax.Array, weight: jax.Array | QuantizedLinear) -> bool:
-    """Whether the product of a small model's few rows, `x [..., H]` wide, is worth its parts."""
+def _summed_in_parts(
+    weight: jax.Array | QuantizedLinear, x: jax.Array, implementation: Implementation
+) -> TypeGuard[jax.Array]:
+    """Whether rows `x [..., H]` are few, of a small model, on a GPU, and the matrix is of floats."""
     few = math.prod(x.shape[:-1]) <= FEW_ROWS and x.shape[-1] <= NARROW
-    return few and not isinstance(weight, QuantizedLinear)
+    floats = not isinstance(weight, QuantizedLinear)
+    return few and floats and kernels.resolve(implementation) == "pallas"
 
 
 def _in_parts(rows: jax.Array, weight: jax.Array) -> jax.Array:
@@ -144,7 +148,7 @@ def gated(
     A GPU sums few rows in parts, which then costs no launch of its own.
     """
     several = math.prod(x.shape[:-1]) > 1
-    if several and _few(x, gate_up) and kernels.resolve(implementation) == "pallas":
+    if several and _summed_in_parts(gate_up, x, implementation):
         rows = _in_parts(x, gate_up).sum(axis=0).astype(x.dtype)
     else:
         rows = linear(x, gate_up, implementation=implementation)
