@@ -91,7 +91,7 @@ def add_norm(
 def _summed_in_parts(
     weight: jax.Array | QuantizedLinear, x: jax.Array, implementation: Implementation
 ) -> TypeGuard[jax.Array]:
-    """Whether rows `x [..., H]` are few, of a small model, on a GPU, and the matrix is of floats."""
+    """Whether rows `x [..., H]` are few, of a small model, on a GPU, the matrix one of floats."""
     few = math.prod(x.shape[:-1]) <= FEW_ROWS and x.shape[-1] <= NARROW
     floats = not isinstance(weight, QuantizedLinear)
     return few and floats and kernels.resolve(implementation) == "pallas"
