@@ -68,7 +68,7 @@ def problem(
 
 def place_of(q_pos, k_pos, slot, end, dim, ring=False):
     inv_freq, _ = rope_frequencies(TINY.rope, dim)
-    angles = q_pos[..., None] * inv_freq
+    angles = q_pos[..., None] * inv_freq[None, None]
     numbers = (jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, slot, end))
     return BlockPlace(jnp.cos(angles), jnp.sin(angles), *numbers, ring)
 
@@ -337,7 +337,7 @@ def test_in_a_loop_that_carries_the_caches():
             i, k, v, outs = carry
             place = args[3]
             moved = place.slot + 4 * i
-            at = jnp.arange(96)
+            at = jnp.arange(96)[None]
             k_pos = jnp.where(at < moved[:, None] + 4, at, ABSENT)
             q_pos = place.q_pos + 4 * i
             place = place_of(q_pos.astype(F32), k_pos, moved, moved, 32)
