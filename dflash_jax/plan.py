@@ -46,7 +46,7 @@ PARTS = {
 """Parts of a model, and the field names that their leaves' paths hold; the last takes the rest."""
 LOGITS = 4
 """Bytes of one logit or one score: both are f32."""
-SAMPLED = 17
+SAMPLED = 5
 """Copies of the verify logits that filtering and drawing make, as compiled for a CPU."""
 PART_SUMS = ("tensors", "parameters", "nbytes")
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")

@@ -5,6 +5,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from targets import (
@@ -107,13 +108,29 @@ def shaped_logits(params: SamplingParams, text: list[int]) -> np.ndarray:
 
 def next_law(params: SamplingParams, text: list[int]) -> np.ndarray:
     """The law `[V]` of the token after `text`."""
-    logits = shaped_logits(params, text)
+    return filtered(params, shaped_logits(params, text))
+
+
+def filtered(params: SamplingParams, logits: np.ndarray) -> np.ndarray:
+    """The law that temperature and filters leave of logits `[V]` in f64."""
     order = np.argsort(-logits, kind="stable")
     probs = np.exp((logits - logits.max()) / params.temperature)[order]
-    probs[params.top_k or V :] = 0
+    probs[params.top_k or len(probs) :] = 0
     probs /= probs.sum()
     probs[np.cumsum(probs) - probs >= params.top_p] = 0
     probs[probs < params.min_p * probs.max()] = 0
-    law = np.zeros(V)
+    law = np.zeros(len(logits))
     law[order] = probs / probs.sum()
     return law
+
+
+def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
+    """p of the counts under the law; cells expected less than 5 times are pooled."""
+    expected = law * counts.sum()
+    if counts[law == 0].any():
+        return 0.0
+    small = expected < 5
+    counts = np.append(counts[~small], counts[small].sum())
+    expected = np.append(expected[~small], expected[small].sum())
+    statistic = ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    return float(jax.scipy.stats.chi2.sf(np.float32(statistic), np.float32(len(expected) - 1)))

@@ -232,6 +232,27 @@ def test_a_bad_row_scale_is_named(tmp_path, bad):
     assert all(finding.name.startswith(DOWN) for finding in found)
 
 
+@pytest.mark.parametrize("precision", ["int8", "q8_0", "q4_0"])
+def test_a_quantised_drafter_is_examined_like_any_other(tmp_path, doctor, monkeypatch, precision):
+    only(monkeypatch, "is_causal", f"{K} and {V}")
+    target = doctor._loaded.target
+    save_draft(load_draft(TINY / "dflash", target, precision=precision), tmp_path / "fine")
+    told = []
+    report = doctor.examine(tmp_path / "fine", tell=told.append)
+    assert names(report) == [], report.text()
+    assert told[0] == "writing texts with the target"
+    assert told[-1] == f"trying other settings ({report.self_test.tried - 1} so far)"
+    assert report.self_test.tried > 1
+    config, weights = (tmp_path / "fine" / name for name in ("config.json", "model.safetensors"))
+    tensors = load_file(weights)
+    for part in (".weight", ".weight.scale"):
+        a, b = (name.removesuffix(".weight") + part for name in (K, V))
+        tensors[a], tensors[b] = tensors[b], tensors[a]
+    save_file(tensors, weights)
+    assert config.is_file()
+    assert names(doctor.examine(tmp_path / "fine")) == [("self-test", f"{K} and {V}")]
+
+
 @pytest.mark.parametrize("precision", ["float", "q4_0"])
 def test_a_drafter_of_one_file_is_looked_at_as_a_directory_is(tmp_path, loaded, precision):
     file = tmp_path / "tiny.gguf"
@@ -357,6 +378,15 @@ def test_what_nothing_explains_is_said_to_be_unexplained(doctor, plant, monkeypa
     report = doctor.examine(plant("dflash", shuffled))
     assert names(report) == [("self-test", "unexplained")], report.text()
     assert "guess by word pairs" in report.findings[0].text
+
+
+def test_a_chance_find_does_not_explain_what_stays_low(doctor, plant, monkeypatch):
+    """fc's rows shuffled: some setting or other accepts a little more of nothing."""
+    only(monkeypatch, "hidden_norm.weight", "sliding_window")
+    shuffled = mapped("fc.weight", lambda x: np.random.default_rng(0).permutation(x))
+    report = doctor.examine(plant("dflash", shuffled))
+    assert names(report)[-1] == ("self-test", "unexplained"), report.text()
+    assert len(report.findings) > 1
 
 
 def test_settings_left_out_for_time_are_counted(doctor, monkeypatch):

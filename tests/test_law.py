@@ -9,11 +9,10 @@ import dataclasses
 import functools
 import itertools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from table_law import V, drafter, next_law, table_target
+from table_law import V, chi_square_p, drafter, next_law, table_target
 
 from dflash_jax import SpecSession, markov, round, sampling, verify
 from dflash_jax.sampling import SamplingParams
@@ -64,18 +63,6 @@ def frequencies(tokens: np.ndarray) -> np.ndarray:
     """Generations `[n, LENGTH]` -> their counts `[V] * LENGTH`."""
     cells = np.ravel_multi_index(tokens.T, (V,) * LENGTH)
     return np.bincount(cells, minlength=V**LENGTH).reshape((V,) * LENGTH)
-
-
-def chi_square_p(counts: np.ndarray, law: np.ndarray) -> float:
-    """p of the counts under the law; cells expected less than 5 times are pooled."""
-    expected = law * counts.sum()
-    if counts[law == 0].any():
-        return 0.0
-    small = expected < 5
-    counts = np.append(counts[~small], counts[small].sum())
-    expected = np.append(expected[~small], expected[small].sum())
-    statistic = ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
-    return float(jax.scipy.stats.chi2.sf(np.float32(statistic), np.float32(len(expected) - 1)))
 
 
 def distances(tokens: np.ndarray, which: str) -> tuple[float, float]:

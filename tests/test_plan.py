@@ -235,7 +235,7 @@ def test_sampling_takes_many_copies_of_the_logits():
     session = smollm2(5, sampling=SamplingParams(temperature=1.0, top_k=20))
     estimate, exact = (session.memory(512, 4, compiled=c) for c in (False, True))
     assert estimate.round == pytest.approx(exact.round, rel=0.05)
-    assert exact.round > 15 * 4 * 13 * 49152 * 4
+    assert exact.round > 6 * 4 * 13 * 49152 * 4
 
 
 def test_only_the_dense_decoder_is_estimated():

@@ -3,6 +3,7 @@
 `scripts/make_smollm2_fixture.py` recorded the numbers and says how.
 """
 
+import dataclasses
 import hashlib
 import importlib.util
 import json
@@ -13,9 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families import FAMILIES
+from table_law import chi_square_p, filtered
 from target_files import relative_error
 
+from dflash_jax import SpecSession, load_draft
+from dflash_jax.checkpoint import draft_directory
+from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets import load_target, loading
+from dflash_jax.window import DSparkVtPolicy
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec(loading.SMOLLM2_PACKAGE) is None,
@@ -115,3 +122,61 @@ def test_taps(outputs, arrays):
     last = len(RECORD["prompts"][0]["ids"]) - 1
     for found, expected in zip(np.split(outputs(0)[1][last], 3), arrays["0_taps"], strict=True):
         assert relative_error(found, expected) < 1e-4
+
+
+# --- the law of what is sampled with the shipped drafters -----------------------------------------
+
+LAW = SamplingParams(temperature=0.8, top_p=0.95, seed=5)
+PROMPT = "Once upon a time"
+SAMPLED, TOGETHER, LENGTH = 1024, 64, 3
+
+
+def law_of_two(smollm2, prompt, params):
+    """The exact law of the first two tokens, `{(a, b): probability}`, in f64."""
+
+    @jax.jit
+    def last_logits(target, ids):
+        output, _ = target.forward(target.init_state(len(ids), ids.shape[1]), ids)
+        return target.logits(output.hidden[:, -1])
+
+    logits = np.asarray(last_logits(smollm2.target, jnp.asarray([prompt])), np.float64)[0]
+    first = filtered(params, logits)
+    firsts = np.flatnonzero(first)
+    after = jnp.asarray([[*prompt, a] for a in firsts], jnp.int32)
+    seconds = np.asarray(last_logits(smollm2.target, after), np.float64)
+    return {
+        (int(a), int(b)): first[a] * second[b]
+        for a, second in zip(firsts, (filtered(params, row) for row in seconds), strict=True)
+        for b in np.flatnonzero(second)
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shipped_drafter_leaves_the_targets_law_as_it_is(smollm2, family):
+    """Of the first two tokens; the second is a draft that was accepted, or what replaced one."""
+    target, prompt = smollm2.target, smollm2.text.encode(PROMPT)
+    draft = load_draft(draft_directory(family), target, jnp.float32)
+    law, pairs, accepted = law_of_two(smollm2, prompt, LAW), [], 0
+    assert len(law) > 50 and sum(law.values()) == pytest.approx(1)
+    for begin in range(0, SAMPLED, TOGETHER):
+        params = [dataclasses.replace(LAW, sequence=begin + i) for i in range(TOGETHER)]
+        session = SpecSession(
+            target,
+            draft,
+            sampling=params,
+            block_size=4,
+            policy=DSparkVtPolicy("fixed"),
+            stop_token_ids=(),
+        )
+        session.open([prompt] * TOGETHER, LENGTH)
+        session.burst(1)
+        pairs += [tuple(row) for row in np.asarray(session.state.tokens)[:, :2].tolist()]
+        accepted += int((np.asarray(session.state.accepted) > 0).sum())
+    assert accepted > SAMPLED // 10, "drafts that are never accepted would show nothing"
+    cells = {pair: at for at, pair in enumerate(law)}
+    assert set(pairs) <= set(cells)
+    counts = np.bincount([cells[pair] for pair in pairs], minlength=len(cells))
+    assert chi_square_p(counts, np.array(list(law.values()))) > 1e-4
+    warmer = law_of_two(smollm2, prompt, dataclasses.replace(LAW, temperature=1.1))
+    assert chi_square_p(counts, np.array([warmer.get(pair, 0.0) for pair in cells])) < 1e-6

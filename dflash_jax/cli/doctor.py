@@ -67,7 +67,11 @@ def run(args: argparse.Namespace) -> int:
     prompts = None if args.prompts is None else read_prompts(args.prompts, loaded)
     status.show(f"examining {args.draft}")
     report = Doctor(loaded, prompts, args.seed).examine(
-        args.draft, seconds=args.seconds, harvest=args.harvest, dtype=args.dtype
+        args.draft,
+        seconds=args.seconds,
+        harvest=args.harvest,
+        dtype=args.dtype,
+        tell=lambda what: status.show(f"{args.draft}: {what}"),
     )
     report.versions = {"dflash-jax": __version__, "jax": jax.__version__}
     status.clear()

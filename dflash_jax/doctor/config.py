@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from dflash_jax import quant
 from dflash_jax.checkpoint import GGUF_CONFIG, load_draft
 from dflash_jax.config import DFlashConfig
 from dflash_jax.doctor.report import Finding
@@ -23,12 +24,15 @@ LARGEST_EPS = 1e-4
 def load_and_listen(
     directory: Path, loaded: LoadedTarget, dtype: Any
 ) -> tuple[DFlashDraft | None, list[Finding]]:
-    """The drafter (None where it does not load) and what the loader said on the way."""
+    """The drafter (None where it does not load) and what the loader said on the way.
+
+    A quantised one as the floats that its integers stand for: settings can be other weights, too.
+    """
     draft, findings = None, []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         try:
-            draft = load_draft(directory, loaded.target, dtype)
+            draft = load_draft(directory, loaded.target, dtype, precision=quant.FLOAT)
         except (ValueError, OSError, NotImplementedError) as error:
             findings.append(_from_loader(str(error), directory))
     for warning in said:

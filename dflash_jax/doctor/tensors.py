@@ -128,19 +128,26 @@ def check_range(stat: Stat, kind: str) -> Iterator[Finding]:
 
 
 def check_scales(files: TensorSource, name: str) -> Iterator[Finding]:
-    """Row scales of an int8 matrix: positive, finite, none far above the rest."""
+    """Scales of a quantised matrix's rows or blocks: finite, none far above the rest; those of int8
+    positive, too, where any value is not 0. (A q4_0 block's has the sign of its largest weight.)
+    """
     scale = files.read(name + quant.SCALE).astype(np.float64).reshape(-1)
-    used = np.abs(files.read(name)).reshape(scale.size, -1).max(axis=1) > 0
-    good = np.isfinite(scale) & (scale > 0)
-    where = name + quant.SCALE
+    values, where = files.read(name), name + quant.SCALE
+    finite = np.isfinite(scale)
+    if values.dtype == np.uint8:
+        used, good, bad = finite & (scale != 0), finite, "not finite"
+    else:
+        used = np.abs(values.astype(np.int16)).reshape(scale.size, -1).max(axis=1) > 0
+        good, bad = finite & ((scale > 0) | ~used), "zero, negative or not finite"
+    sizes = np.abs(scale)
     if not good.all():
-        bad = int((~good).sum())
-        text = f"{bad} of {scale.size} scales are zero, negative or not finite"
+        text = f"{int((~good).sum())} of {scale.size} scales are {bad}"
         yield Finding("tensors", where, text)
-    elif used.any() and scale[used].max() > SCALE_SPIKE * np.median(scale[used]):
-        row = int(np.argmax(np.where(used, scale, 0)))
-        ratio = scale[row] / np.median(scale[used])
-        yield Finding("tensors", where, f"row {row}'s scale is {ratio:.3g} times the median")
+    elif used.any() and sizes[used].max() > SCALE_SPIKE * np.median(sizes[used]):
+        row = int(np.argmax(np.where(used, sizes, 0)))
+        ratio = sizes[row] / np.median(sizes[used])
+        unit = "row" if scale.size == values.shape[0] else "block"
+        yield Finding("tensors", where, f"{unit} {row}'s scale is {ratio:.3g} times the median")
 
 
 def check_constant(stats: list[Stat]) -> Iterator[Finding]:

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,14 +104,15 @@ class Search:
     """Looks for settings that do better than the stated one.
 
     screen: texts all suspects are tried on. confirm: other texts, for the few that look better.
-    deadline: `time.monotonic()` after which no further suspect is started. Once something is
-    mended, only what looked better before is tried again (`hopeful`).
+    deadline: `time.monotonic()` after which no further suspect is started. tell: told how many
+    were. Once something is mended, only what looked better before is tried again (`hopeful`).
     """
 
     probe: Probe
     screen: Sight
     confirm: Sight
     deadline: float
+    tell: Callable[[str], None]
     tried: int = 0
     left: int = 0
     hopeful: set[str] | None = None
@@ -126,6 +127,7 @@ class Search:
             if time.monotonic() > self.deadline:
                 self.left += 1
                 continue
+            self.tell(f"trying other settings ({self.tried} so far)")
             found = compare(before, self.probe.score(self.screen, suspect.setting))
             seen.append((found.promise(suspect.calibrates), suspect, found))
             self.tried += 1
