@@ -145,7 +145,7 @@ class Doctor:
         search = Search(probe, screen, confirm, time.monotonic() + seconds, tell)
         mended = self._search(report, search, base)
         if time.monotonic() < search.deadline:
-            report.findings += check_block(self._loaded.target, draft, mended, screen)
+            report.findings += check_block(self._loaded.target, draft, mended, confirm)
         head = confidence(whole)
         report.self_test = SelfTest(
             texts=whole.texts,
