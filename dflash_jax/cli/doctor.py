@@ -9,6 +9,7 @@ import jax
 
 from dflash_jax import __version__
 from dflash_jax.checkpoint import shipped_drafts
+from dflash_jax.cli.cache import add_compile_cache
 from dflash_jax.cli.shell import Status
 from dflash_jax.doctor import Doctor
 from dflash_jax.doctor.texts import read_prompts
@@ -52,6 +53,7 @@ def add(commands: Any) -> None:
     doctor.add_argument(
         "--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 elsewhere"
     )
+    add_compile_cache(doctor)
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead")
 
 
