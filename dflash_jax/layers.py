@@ -78,10 +78,10 @@ def add_norm(
 ) -> tuple[jax.Array, jax.Array]:
     """What ends a sublayer and begins the next: `x + row_linear(rows, weight)`, and its `rms_norm`.
 
-    implementation: the kernel takes FEW_ROWS of NARROW models; the rest is XLA's, and so are
-    quantised weights and shards. Raises NotImplementedError as `kernels.resolve` does.
+    implementation: the kernel takes FEW_ROWS of NARROW models; the rest is XLA's whatever is asked
+    for, and so are quantised weights and shards. Raises NotImplementedError as `kernels.resolve`.
     """
-    if axis is None and _summed_in_parts(weight, x, implementation):
+    if _summed_in_parts(weight, x, implementation) and axis is None:
         parts = _in_parts(rows, weight)
         return kernels.kernel("add_norm").add_norm(x, parts, norm, eps)
     x = x + row_linear(rows, weight, axis, implementation=implementation)
@@ -92,15 +92,15 @@ def _summed_in_parts(
     weight: jax.Array | QuantizedLinear, x: jax.Array, implementation: Implementation
 ) -> TypeGuard[jax.Array]:
     """Whether rows `x [..., H]` are few, of a small model, on a GPU, the matrix one of floats."""
+    chosen = kernels.resolve(implementation)  # first: what is asked for by name may not run here
     few = math.prod(x.shape[:-1]) <= FEW_ROWS and x.shape[-1] <= NARROW
-    floats = not isinstance(weight, QuantizedLinear)
-    return few and floats and kernels.resolve(implementation) == "pallas"
+    return chosen == "pallas" and few and not isinstance(weight, QuantizedLinear)
 
 
 def _in_parts(rows: jax.Array, weight: jax.Array) -> jax.Array:
     """The product as f32 sums over shares of the inputs, `[parts, ..., out]`."""
     outputs, inputs = weight.shape
-    parts = 1
+    parts = 1  # of a multiple of 8 inputs each
     while 2 * parts <= min(MOST_PARTS, OUTPUTS // outputs) and inputs % (16 * parts) == 0:
         parts *= 2
     a = rows.reshape(*rows.shape[:-1], parts, -1)
@@ -145,7 +145,8 @@ def gated(
 ) -> jax.Array:
     """`silu(gate x) * (up x)`; `gate_up [2F, H]` holds the gate rows, then the up rows.
 
-    A GPU sums few rows in parts, which then costs no launch of its own.
+    A GPU sums few rows in parts, which then costs no launch of its own (one row alone is faster in
+    one sum). implementation: as in `add_norm`.
     """
     several = math.prod(x.shape[:-1]) > 1
     if several and _summed_in_parts(gate_up, x, implementation):

@@ -76,10 +76,11 @@ def tiling_for(dim: int, query_rows: int, itemsize: int, causal: bool, kv_heads:
     elif dim <= 64:
         tiling = Tiling(keys=128, alone=9, aligned=3, num_warps=warps)
     else:
-        # A third stage pays over many steps, but where it leaves room for two programs on a
-        # multiprocessor.
-        few = causal if crowd == 1 else query_rows >= 64
-        tiling = Tiling(num_warps=warps, num_stages=2 if few else 3)
+        # A third stage pays over many steps, except where it takes the room of a second program on
+        # a multiprocessor.
+        two_stages = causal if crowd == 1 else query_rows >= 64
+        tiling = Tiling(num_warps=warps, num_stages=2 if two_stages else 3)
+    # 128 keys for the 8 kv heads of one sequence, 1024 for those of eight.
     aligned = max(tiling.aligned, 128 * crowd // tiling.keys)
     if kv_heads >= tiling.programs:
         aligned = ALL

@@ -142,10 +142,11 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(name)}: expected a finite number from 0, found {value}")
     if not any(getattr(args, name) for name in losses):
         raise ValueError("--ce: expected more than 0 where --kl and --l1 are 0, found 0.0")
-    for name, most in (("greedy", 1.0), ("warm", 1.0 - args.greedy)):
+    for name, rest in (("greedy", 0.0), ("warm", args.greedy)):
         share = getattr(args, name)
-        if not 0 <= share <= most:
-            raise ValueError(f"{_flag(name)}: expected a share from 0 to {most:g}, found {share:g}")
+        if not (0 <= share and share + rest <= 1 + 1e-9):
+            found = f"{share:g}" + (f" beside {rest:g}" if rest else "")
+            raise ValueError(f"{_flag(name)}: expected a share, of 1 in all, found {found}")
     for name in ("time_budget", "sample_seconds"):
         if math.isnan(getattr(args, name)):
             raise ValueError(f"{_flag(name)}: expected seconds, found nan")

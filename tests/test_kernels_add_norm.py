@@ -84,7 +84,7 @@ def test_an_mlp_of_few_rows_sums_in_parts_on_a_gpu(monkeypatch, rows, parts):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dtype", "tolerance"), [(F32, 1e-5), (BF16, 1e-2)])
-@pytest.mark.parametrize("shape", [(1, 12, 576, 576), (2, 16, 1536, 576), (1, 16, 12288, 4096)])
+@pytest.mark.parametrize("shape", [(1, 12, 576, 576), (2, 16, 1536, 576), (1, 16, 3072, 1024)])
 def test_compiled_equals_the_reference_and_repeats(shape, dtype, tolerance):
     x, rows, weight, norm = problem(*shape, dtype)
     with jax.default_matmul_precision("highest"):

@@ -128,6 +128,12 @@ def test_numbers_that_cannot_work_are_refused_before_anything_is_loaded(option, 
     assert line.count("\n") == 1
 
 
+@pytest.mark.parametrize(("greedy", "warm"), [(0.9, 0.1), (0.8, 0.2), (1, 0), (0, 1)])
+def test_shares_that_make_up_the_whole_are_taken(greedy, warm):
+    arguments = ["--out", "x", "--greedy", str(greedy), "--warm", str(warm)]
+    train_drafter.check_arguments(train_drafter.parser().parse_args(arguments))
+
+
 def test_a_loss_without_a_term_is_refused(capsys):
     arguments = ["--out", "x", "--target", "nowhere", "--ce", "0", "--kl", "0"]
     assert train_drafter.main(arguments) == 2

@@ -129,7 +129,7 @@ def check_range(stat: Stat, kind: str) -> Iterator[Finding]:
 
 def check_scales(files: TensorSource, name: str) -> Iterator[Finding]:
     """Scales of a quantised matrix's rows or blocks: finite, none far above the rest; those of int8
-    positive, too, where any value is not 0. (A q4_0 block's has the sign of its largest weight.)
+    and q8_0 positive, where any value is not 0. (q4_0's have the sign of a block's largest weight.)
     """
     scale = files.read(name + quant.SCALE).astype(np.float64).reshape(-1)
     values, where = files.read(name), name + quant.SCALE

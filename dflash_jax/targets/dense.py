@@ -220,7 +220,7 @@ def _layers(
             h = gated(h, layer.gate_up, implementation)
             x, h = end(x, h, layer.down, norms[i + 1], eps, sums.mlp)
             tapped[i] = x
-    hidden = h
+    hidden = h  # the last layer's end is the final norm
     # transformers' hidden_states hold the last layer's output after the final norm.
     tapped[config.num_hidden_layers - 1] = hidden
     empty = jnp.zeros((*x.shape[:2], 0), x.dtype)
