@@ -144,7 +144,7 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise ValueError("--ce: expected more than 0 where --kl and --l1 are 0, found 0.0")
     for name, rest in (("greedy", 0.0), ("warm", args.greedy)):
         share = getattr(args, name)
-        if not (0 <= share and share + rest <= 1 + 1e-9):
+        if not (share >= 0 and share + rest <= 1 + 1e-9):
             found = f"{share:g}" + (f" beside {rest:g}" if rest else "")
             raise ValueError(f"{_flag(name)}: expected a share, of 1 in all, found {found}")
     for name in ("time_budget", "sample_seconds"):
