@@ -60,10 +60,6 @@ class DraftKV(struct.PyTreeNode):
         return self.ring if self.ring is not None and self.ring_layers[layer] else self.full
 
 
-def _whole(slots: int) -> int:
-    return round_up(slots, SLOT_STEP)
-
-
 def allocate(
     config: DFlashConfig,
     batch: int,
@@ -80,10 +76,10 @@ def allocate(
     """
     sharding.check_batch(mesh, batch)
     slack = config.block_size + 1
-    full_slots = _whole(capacity + max(slack, overhang))
+    full_slots = round_up(capacity + max(slack, overhang), SLOT_STEP)
     windows = [w for w in config.layer_window if w is not None]
     ring_rows = max(windows, default=0) + config.block_size
-    ring_slots = _whole(ring_rows + 2 * slack) if windows else full_slots
+    ring_slots = round_up(ring_rows + 2 * slack, SLOT_STEP) if windows else full_slots
     bounded = ring_slots < full_slots
     ring_layers = tuple(bounded and w is not None for w in config.layer_window)
     heads, dim = config.num_key_value_heads, config.head_dim

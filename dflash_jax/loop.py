@@ -101,11 +101,12 @@ def prefill(
     """
     longest, fed, sent = max(len(row) for row in rows), 0, []
     for width in chunk_widths([len(row) for row in rows], lengths, capacity, chunk):
+        if fed:
+            sent.append(jnp.copy(caches.last))  # the next chunk is given the row itself
         if len(sent) == IN_FLIGHT:
             jax.block_until_ready(sent.pop(0))
         tokens = map(jnp.asarray, piece(rows, fed, width))
         caches = prefill_chunk(target, draft, caches, *tokens, implementation=implementation)
-        sent.append(jnp.copy(caches.last))  # the next chunk is given the row itself
         if tick is not None:
             jax.block_until_ready(caches.last)
             tick(min(width, longest - fed))

@@ -81,10 +81,8 @@ def tiling_for(dim: int, query_rows: int, itemsize: int, causal: bool, kv_heads:
         two_stages = causal if crowd == 1 else query_rows >= 64
         tiling = Tiling(num_warps=warps, num_stages=2 if two_stages else 3)
     # 128 keys for the 8 kv heads of one sequence, 1024 for those of eight.
-    aligned = max(tiling.aligned, 128 * crowd // tiling.keys)
-    if kv_heads >= tiling.programs:
-        aligned = ALL
-    return dataclasses.replace(tiling, aligned=aligned)
+    several = max(tiling.aligned, 128 * crowd // tiling.keys)
+    return dataclasses.replace(tiling, aligned=ALL if kv_heads >= tiling.programs else several)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,14 +131,14 @@ PROMPT = "Once upon a time"
 SAMPLED, TOGETHER, LENGTH = 1024, 64, 3
 
 
+@jax.jit
+def last_logits(target, ids):
+    output, _ = target.forward(target.init_state(len(ids), ids.shape[1]), ids)
+    return target.logits(output.hidden[:, -1])
+
+
 def law_of_two(smollm2, prompt, params):
     """The exact law of the first two tokens, `{(a, b): probability}`, in f64."""
-
-    @jax.jit
-    def last_logits(target, ids):
-        output, _ = target.forward(target.init_state(len(ids), ids.shape[1]), ids)
-        return target.logits(output.hidden[:, -1])
-
     logits = np.asarray(last_logits(smollm2.target, jnp.asarray([prompt])), np.float64)[0]
     first = filtered(params, logits)
     firsts = np.flatnonzero(first)

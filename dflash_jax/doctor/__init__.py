@@ -163,12 +163,12 @@ class Doctor:
             faults = [Finding("self-test", "confidence_head", text) for text in head.faults()]
             report.findings += faults
         # A chance find among two hundred settings is no reason for what stays low with it.
-        best = whole if mended is base else probe.score(confirm, mended)
-        why, files = low(best, floor), [f for f in report.findings if f.where != "self-test"]
-        if why is not None and whole.finite and not files:
+        if whole.finite and all(finding.where == "self-test" for finding in report.findings):
+            best = whole if mended is base else probe.score(confirm, mended)
             rest = "no other setting explains it" if mended is base else "that does not explain it"
-            text = f"position 1 {best.first:.2f} is {why}, and {rest}"
-            report.findings.append(Finding("self-test", "unexplained", text))
+            if why := low(best, floor):
+                text = f"position 1 {best.first:.2f} is {why}, and {rest}"
+                report.findings.append(Finding("self-test", "unexplained", text))
 
     @functools.cached_property
     def _target_findings(self) -> list[Finding]:
