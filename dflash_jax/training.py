@@ -29,11 +29,12 @@ from dflash_jax.config import (
     Family,
     resolve_harvest,
 )
-from dflash_jax.draft import DFlashDraft, ctx_features
+from dflash_jax.draft import DFlashDraft, DFlashLayer, ctx_features
 from dflash_jax.extras import require
 from dflash_jax.keys import printable
 from dflash_jax.leaves import check_finite
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
+from dflash_jax.shapes import init_draft
 from dflash_jax.sharding import DATA, named_leaves
 from dflash_jax.targets import Target
 
@@ -422,3 +423,28 @@ def adopt_backbone(fresh: DFlashDraft, trained: DFlashDraft) -> DFlashDraft:
     return fresh.replace(
         layers=layers, fc=trained.fc, hidden_norm=trained.hidden_norm, norm=trained.norm
     )
+
+
+def widen_mlp(draft: DFlashDraft, intermediate_size: int, key: jax.Array) -> DFlashDraft:
+    """`draft` with MLPs of `intermediate_size` units: the new ones start without effect.
+
+    It drafts what it drafted before, and can learn more. Raises ValueError for fewer units.
+    """
+    config = draft.config
+    if intermediate_size < config.intermediate_size:
+        raise ValueError(
+            f"intermediate_size: expected {config.intermediate_size}, the drafter's own, or more, "
+            f"found {intermediate_size}"
+        )
+    config = dataclasses.replace(config, intermediate_size=intermediate_size)
+    fresh = init_draft(config, key, draft.dtype)
+
+    def wider(new: DFlashLayer, old: DFlashLayer) -> DFlashLayer:
+        units = old.down.shape[1]
+        halves = zip(jnp.split(new.gate_up, 2), jnp.split(old.gate_up, 2), strict=True)
+        rows = [half.at[:units].set(own) for half, own in halves]
+        down = jnp.zeros_like(new.down).at[:, :units].set(old.down)
+        return old.replace(gate_up=jnp.concatenate(rows), down=down)
+
+    layers = [wider(*pair) for pair in zip(fresh.layers, draft.layers, strict=True)]
+    return draft.replace(layers=layers, config=config)

@@ -39,6 +39,7 @@ from dflash_jax.training import (
     family_config,
     restore_state,
     start_training,
+    widen_mlp,
 )
 
 BEGAN = time.monotonic()
@@ -93,7 +94,7 @@ def parser() -> Parser:
     add("--rank", type=int, default=32, help="of DSpark's Markov head or DFlash2's codebooks")
     add("--top-k", type=int, default=16, help="DFlash2's candidates a slot")
     add("--layers", type=int, default=3)
-    add("--intermediate-size", type=int, default=1024)
+    add("--intermediate-size", type=int, help="of its MLPs (default: 1024, or that of --init)")
     add("--block-size", type=int, help="rows a block (default: 8, or that of --init)")
     add("--taps", type=int, nargs="+", default=list(TAPS), help="tapped target layers")
     add("--mask-id", type=int, help=f"mask token (default: that of {MASK_TOKEN})")
@@ -284,6 +285,8 @@ def first_draft(args, target, codec):
         draft = load_draft(args.init, target)
         block = args.block_size or draft.config.block_size
         draft = draft.replace(config=checked(dataclasses.replace(draft.config, block_size=block)))
+        if args.intermediate_size:
+            draft = widen_mlp(draft, args.intermediate_size, jax.random.key(args.seed))
         if draft.config.family == args.family:
             return draft
         config = checked(family_config(draft.config, args.family, args.rank, args.top_k))
@@ -299,7 +302,7 @@ def first_draft(args, target, codec):
         mask_token_id=mask,
         taps=tuple(args.taps),
         layers=args.layers,
-        intermediate_size=args.intermediate_size,
+        intermediate_size=args.intermediate_size or 1024,
         block_size=args.block_size or 8,
     )
     config = checked(family_config(config, args.family, args.rank, args.top_k))

@@ -46,11 +46,14 @@ def test_from_nothing_to_another_family(run):
     code, base = run("base", *SHAPE)
     assert code == 0
     options = ["--init", base, "--family", "dflash2", "--rank", 4, "--top-k", 3]
-    code, out = run("next", *options, "--block-size", 6, "--weighting", "reach")
+    code, out = run(
+        "next", *options, "--block-size", 6, "--weighting", "reach", "--intermediate-size", 96
+    )
     assert code == 0
     draft = load_draft(out, load_hf(TINY / "target"))
     assert draft.config.family == "dflash2"
     assert draft.config.block_size == 6
+    assert draft.config.intermediate_size == 96
     report = json.loads((out / "report.json").read_text())
     assert report["lossless"] is True
     assert [k["kind"] for k in report["kinds"]] == ["k0", "k1", "all"]
@@ -88,6 +91,7 @@ def test_what_cannot_run_is_one_line(run, capsys):
         ((*SHAPE, "--devices", 8), "batch: expected a multiple of 8 devices, found 4"),
         (("--init", "nowhere"), "nowhere"),
         (("--init", TINY / "dflash", "--block-size", 1), "--block-size: expected at least 2, fou"),
+        (("--init", TINY / "dflash", "--intermediate-size", 8), "intermediate_size: expected 256"),
         ((*SHAPE, "--taps", 1, 1), "target_layer_ids: expected distinct ids, found [1, 1]"),
         ((*SHAPE, "--taps", 1, 99), "target_layer_ids: expected ids in 0..5"),
         ((*SHAPE, "--mask-id", 264), "mask_token_id: expected an id below vocab_size 264"),

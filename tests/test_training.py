@@ -44,6 +44,7 @@ from dflash_jax.training import (
     start_training,
     target_features,
     train_step,
+    widen_mlp,
 )
 from dflash_jax.training import spread as share
 
@@ -225,6 +226,29 @@ def test_an_adopted_backbone_proposes_as_before(target, draft, texts, family):
     logits, rows = draft_logits(target, fresh, new[0]), new[0]
     proposal = propose(fresh, logits, rows, jnp.zeros((1,), jnp.int32))
     np.testing.assert_array_equal(proposal.tokens, logits.argmax(-1))
+
+
+def test_a_widened_drafter_proposes_as_before(target, draft, texts):
+    """Its new units have inputs of their own and no effect yet; fewer units are refused."""
+    units = draft.config.intermediate_size
+    wide = widen_mlp(draft, units + 8, jax.random.key(0))
+    assert wide.config.intermediate_size == units + 8
+    for layer in wide.layers:
+        gate, up = jnp.split(layer.gate_up, 2)
+        assert jnp.abs(gate[units:]).min(axis=-1).max() > 0 and jnp.abs(up[units:]).max() > 0
+        assert not layer.down[:, units:].any()
+    batch = rows_of(texts[:1])
+    feats = ctx_features(
+        draft, target_features(target, batch.ids, draft.config.target_layer_ids).taps
+    )
+    noise = jax.random.normal(
+        jax.random.key(3), (1, 1, draft.config.block_size, draft.config.hidden_size)
+    )
+    anchors = jnp.full((1, 1), 20)
+    old, new = (block_hidden(d, feats, noise, batch.segment, anchors) for d in (draft, wide))
+    assert relative(new, old) < 1e-6
+    with pytest.raises(ValueError, match=f"expected {units}, the drafter's own, or more, found 1"):
+        widen_mlp(draft, 1, jax.random.key(0))
 
 
 def test_labels_outside_the_draft_vocabulary_weigh_nothing(target, draft, texts):
