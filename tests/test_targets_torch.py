@@ -64,6 +64,9 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+CAP, SWITCH = 3.0, 24
+"""Of Gemma's logits; where the longrope model's rope becomes another one."""
+GEMMAS = ("gemma", "gemma2", "gemma3_text")
 MIXED = ["linear_attention", "full_attention"] * 2
 CONFIGS = {
     "qwen3": {},
@@ -73,7 +76,25 @@ CONFIGS = {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 6, "final_logit_softcapping": 3.0},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 6, "final_logit_softcapping": CAP},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 6,
+        "final_logit_softcapping": CAP,
+    },
+    "phi3": {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": SWITCH,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "factor": 512 / SWITCH,
+            "original_max_position_embeddings": SWITCH,
+        },
+    },
     "qwen3_moe": EXPERTS,
     "qwen3_next": LINEAR | EXPERTS | {"layer_types": MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
@@ -82,10 +103,11 @@ HYBRIDS = ("qwen3_next", "lfm2")
 
 
 @functools.cache
-def model_of(name):
+def model_of(name, dtype="float32", **changes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name.split()[0], **COMMON | CONFIGS[name])
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.for_model(name.split()[0], **COMMON | CONFIGS[name] | changes)
+    kind = getattr(torch, dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=kind).eval()
 
 
 @functools.cache
@@ -159,6 +181,59 @@ def test_a_batch_is_its_sequences_alone():
         alone = generate(target_of("qwen3"), tiny_drafter(), prompt, count)
         assert out.token_ids == alone.token_ids
         assert out.acceptance_lengths == alone.acceptance_lengths
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GEMMAS)
+def test_gemma_scales_its_own_input_and_caps_its_own_logits_and_nobody_elses(name, dtype):
+    """The model reads its table times sqrt(hidden), rounded to the weights' dtype. The drafter gets
+    the table's rows as they are and the head alone, as from the public reference: what a drafter
+    was trained with besides, its own config says (`input_embedding_scale`, ...).
+    """
+    model = model_of(name, dtype, hidden_size=48)  # sqrt(48) is no bf16 number
+    target, ids = TorchTarget(model), np.asarray([PROMPTS[1]])
+    with torch.inference_mode():
+        own = model(torch.tensor(ids), use_cache=False, output_hidden_states=True)
+    table, read = model.get_input_embeddings().weight, own.hidden_states[0].float().numpy()
+    rows = target.tables.embed(jnp.asarray(ids))
+    assert (np.asarray(rows, np.float32) == table.detach().float().numpy()[ids]).all()
+    scale = torch.tensor(48**0.5).to(table.dtype).item()
+    assert (np.asarray(rows * jnp.asarray(scale, rows.dtype), np.float32) == read).all()
+
+    count = np.array([ids.shape[1]])
+    out, _ = target.forward(target.init_state(1, 64), jnp.asarray(ids), count)
+    np.testing.assert_array_equal(np.asarray(out.logits, np.float32), own.logits.float().numpy())
+    assert target.lm_head.unsafe_buffer_pointer() == table.data_ptr()  # tied
+    head = np.asarray(target.tables.logits(jnp.from_dlpack(own.hidden_states[-1].contiguous())))
+    capped = head if name == "gemma" else CAP * np.tanh(head / CAP)
+    np.testing.assert_allclose(capped, own.logits.float(), atol=1e-5 if dtype == "float32" else 0.1)
+    assert np.abs(head).max() > CAP
+
+
+def test_rows_on_both_sides_of_a_longrope_switch_are_read_as_each_alone():
+    """Blocks of every place before and behind it, all of them kept, some or none."""
+    target, model = target_of("phi3"), model_of("phi3")
+    text = np.random.default_rng(0).integers(0, VOCABULARY, SWITCH + 10).astype(np.int32)
+    with torch.inference_mode():
+        alone = [
+            model(torch.tensor(text[None, : n + 1]), use_cache=False, output_hidden_states=True)
+            for n in range(len(text))
+        ]
+    rows = 5
+    for start in range(SWITCH - 6, SWITCH + 3):
+        for kept in range(rows + 1):
+            state = target.init_state(1, 64)
+            for end, wrong in ((start, 0), (start + kept, rows - kept), (start + rows, 0)):
+                begin = int(state.len[0])
+                ids = np.concatenate([text[begin:end], (text[end : end + wrong] + 1) % VOCABULARY])
+                count, keep = np.array([len(ids)]), np.array([end - begin])
+                out, state = target.forward(state, jnp.asarray(ids[None]), count, (1, 3))
+                state = target.commit(state, keep)
+                for i in range(end - begin):
+                    own = alone[begin + i]
+                    np.testing.assert_allclose(out.logits[0, i], own.logits[0, -1], atol=1e-4)
+                    hidden = np.concatenate([own.hidden_states[j][0, -1] for j in (2, 4)])
+                    np.testing.assert_allclose(out.taps[0, i], hidden, atol=1e-4)
 
 
 # --- beside the same model in JAX ----------------------------------------------------------------
