@@ -17,10 +17,13 @@ from families import FAMILIES, ORACLES, assert_close, trained
 from targets import F32, TINY, random_tree
 
 from dflash_jax import SamplingParams, SpecSession, compare, generate, hosted
+from dflash_jax.checkpoint import save_draft
 from dflash_jax.cli import main
+from dflash_jax.doctor import Doctor
+from dflash_jax.doctor.rows import check_rows, contexts
 from dflash_jax.shapes import abstract
 from dflash_jax.targets import torch as torch_target
-from dflash_jax.targets.loading import load_target
+from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.targets.torch import TorchTarget, load_torch
 
 with warnings.catch_warnings():
@@ -236,6 +239,67 @@ def test_rows_on_both_sides_of_a_longrope_switch_are_read_as_each_alone():
                     np.testing.assert_allclose(out.taps[0, i], hidden, atol=1e-4)
 
 
+# --- one row and several -------------------------------------------------------------------------
+
+
+def altered(change):
+    model = copy.deepcopy(model_of("qwen3"))
+    change(model)
+    return model
+
+
+def rows_found(target):
+    return [finding.text for finding in check_rows(target, contexts(target, PROMPTS * 4, 0))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_row_and_several_agree(name):
+    assert rows_found(target_of(name)) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 with windows", "gemma3_text", "phi3"])
+def test_rounding_in_16_bits_is_no_disagreement(name):
+    assert rows_found(TorchTarget(model_of(name, "bfloat16"))) == []
+
+
+def sparse_past(length):
+    """Attention that counts for less where several rows look at more than `length` keys."""
+
+    def change(model):
+        for layer in model.model.layers:
+            honest = layer.self_attn.forward
+
+            def forward(hidden_states, honest=honest, **options):
+                out, weights = honest(hidden_states, **options)
+                keys = 1 + int(options["position_ids"][0, -1])
+                other = hidden_states.shape[1] > 1 and keys > length
+                return out * (0.8 if other else 1.0), weights
+
+            layer.self_attn.forward = forward
+
+    return change
+
+
+def test_a_model_whose_way_with_several_rows_is_another_is_named(tmp_path):
+    """One that takes it past 24 tokens, which loading does not try."""
+    target = TorchTarget(altered(sparse_past(24)))
+    assert "when 8 rows run at once" in rows_found(target)[0]
+    assert rows_found(TorchTarget(altered(sparse_past(10_000)))) == []
+
+    loaded = LoadedTarget(target, None, "fickle")
+    save_draft(tiny_drafter(), tmp_path)
+    report = Doctor(loaded, PROMPTS * 4).examine(tmp_path)
+    assert ("target", "one row and several rows") in [(f.where, f.name) for f in report.findings]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_doctor_takes_a_target_of_pytorch(dtype, capsys):
+    draft = str(TINY_MODELS / "dflash")
+    command = ["doctor", "--target", f"torch:{DIRECTORY}", "--draft", draft, "--dtype", dtype]
+    assert main(command) == 0
+    assert "one and several compared after" in capsys.readouterr().out
+
+
 # --- beside the same model in JAX ----------------------------------------------------------------
 
 
@@ -324,12 +388,6 @@ def test_from_the_command_line(draft, capsys):
 
 
 # --- refusals ------------------------------------------------------------------------------------
-
-
-def altered(change):
-    model = copy.deepcopy(model_of("qwen3"))
-    change(model)
-    return model
 
 
 def forgetful(model):

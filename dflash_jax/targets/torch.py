@@ -90,6 +90,8 @@ class TorchTarget:
     every position once its text is long: there it reads the text again.
 
     ValueError or NotImplementedError names what does not fit.
+
+    edges: lengths of a text at which the config says that the model changes its way.
     """
 
     mesh = None
@@ -112,6 +114,8 @@ class TorchTarget:
         self.tables = _tables_of(model, self.name, self.hidden_size)
         self._crops = all(map(_crops, self._new_cache().layers))
         self._switch = _rope_switch(text, self.name)
+        lengths = [getattr(text, n, None) for n in ("sliding_window", "attention_chunk_size")]
+        self.edges = tuple(n for n in (*lengths, self._switch) if n)
         if self._switch is not None and not self._crops:
             raise NotImplementedError(f"{self.name}: longrope beside recurrent layers")
         self._check()
