@@ -285,6 +285,8 @@ def test_a_model_whose_way_with_several_rows_is_another_is_named(tmp_path):
     target = TorchTarget(altered(sparse_past(24)))
     assert "when 8 rows run at once" in rows_found(target)[0]
     assert rows_found(TorchTarget(altered(sparse_past(10_000)))) == []
+    with pytest.raises(NotImplementedError, match="found logits off by"):
+        TorchTarget(altered(sparse_past(1)))
 
     loaded = LoadedTarget(target, None, "fickle")
     save_draft(tiny_drafter(), tmp_path)

@@ -21,8 +21,8 @@ INVENTED, JOINED = 24, 256
 LONGEST_CPU, LONGEST = 1024, 8192
 """Longest text made for a length at which the target's config says that something changes."""
 MOST_OFF = {4: 1e-3, 2: 0.1}
-"""Most that logits may be off, as a share of their own size, by the bytes of one: rounding alone,
-and an expert or two that it tips over in 16 bits."""
+"""Most that logits may be off, as a share of their own size, by the bytes of a weight: rounding
+alone, and an expert or two that it tips over in 16 bits."""
 
 
 def contexts(
@@ -32,8 +32,8 @@ def contexts(
     a longer text of several, and one that ends just before each of the target's `edges`.
     """
     if prompts is None:
-        rng = np.random.default_rng(seed)
-        prompts = rng.integers(0, target.vocab_size, (JOINED // INVENTED, INVENTED)).tolist()
+        rng, shape = np.random.default_rng(seed), (JOINED // INVENTED, INVENTED)
+        return contexts(target, rng.integers(0, target.vocab_size, shape).tolist(), seed)
     joined = [token for prompt in prompts for token in prompt]
     found = [min(prompts, key=len), max(prompts, key=len), joined[:JOINED]]
     most = LONGEST_CPU if jax.default_backend() == "cpu" else LONGEST
@@ -50,14 +50,16 @@ def check_rows(target: HostedTarget, texts: Sequence[Sequence[int]]) -> Iterator
     The worst disagreement of a verify is a finding, and the worst of a whole text.
     """
     verify, prompt = [], []
+    bytes_of_one = target.tables.embedding.dtype.itemsize  # some models widen their logits
+    allowed = MOST_OFF[min(4, max(2, bytes_of_one))]
     for text in texts:
         alone, tokens = _one_by_one(target, text)
         whole, at = [*text, *tokens], len(text)
         several, _ = _read(target, _opened(target, text)[1], tokens)
-        verify += _differences(several, alone, at, f"{WIDTH} rows run at once")
+        verify += _differences(several, alone, allowed, at, f"{WIDTH} rows run at once")
         last, _ = _opened(target, whole)
         words = f"all {len(whole)} rows of the text run at once"
-        prompt += _differences(last, alone[-1:], len(whole) - 1, words)
+        prompt += _differences(last, alone[-1:], allowed, len(whole) - 1, words)
     for found in (verify, prompt):
         if found:
             yield Finding("target", "one row and several rows", max(found)[1])
@@ -88,10 +90,9 @@ def _read(target: HostedTarget, state, tokens: Sequence[int], last_only: bool = 
 
 
 def _differences(
-    rows: jax.Array, alone: jax.Array, first: int, when: str
+    rows: jax.Array, alone: jax.Array, allowed: float, first: int, when: str
 ) -> list[tuple[float, str]]:
-    """(share, words) of every row that is off by more than rounding is."""
-    allowed = MOST_OFF[min(4, max(2, rows.dtype.itemsize))]
+    """(share, words) of every row that is off by more than is allowed; `first`: its position."""
     ours, own = np.asarray(rows, np.float64), np.asarray(alone, np.float64)
     size = np.linalg.norm(own - own.mean(-1, keepdims=True), axis=-1)
     shares = np.linalg.norm(ours - own, axis=-1) / np.maximum(size, np.finfo(float).tiny)

@@ -60,13 +60,14 @@ class Row:
     where rows are taken back by cropping).
 
     Of a model that changes its rope on the way (`_rope_switch`): text, the ids committed so far, as
-    long as it has not; beyond, the cache as it would be behind that place."""
+    long as it has not; beyond, where the last forward reached it, the cache that holds from there
+    on, and the rows that came before."""
 
     cache: Any
     ids: Any = None
     before: list[Any] | None = None
     text: Any = None
-    beyond: Any = None
+    beyond: tuple[Any, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +180,9 @@ class TorchTarget:
             if row.text is not None:
                 row.text = torch.cat([row.text, row.ids[:, :kept]], dim=1)
             if row.beyond is not None:
-                short = self._switch - int(state.len[b])
+                cache, short = row.beyond
                 if kept > short:
-                    row.cache, row.text = row.beyond, None
+                    row.cache, row.text = cache, None
                 else:
                     ran = short
                 row.beyond = None
@@ -216,9 +217,9 @@ class TorchTarget:
         torch, rows = self._torch, row.ids.shape[1]
         if self._switch is None or not start <= self._switch < start + rows:
             return self._run(row.cache, row.ids, start, taps, keep)
-        short, row.beyond = self._switch - start, self._new_cache()
+        cache, short = row.beyond = self._new_cache(), self._switch - start
         long, again = rows - short, torch.cat([row.text, row.ids], dim=1)
-        logits, tapped = self._run(row.beyond, again, 0, taps, min(keep or long, long))
+        logits, tapped = self._run(cache, again, 0, taps, min(keep or long, long))
         parts = [(logits, tapped[:, -long:])]
         if short:
             parts.insert(0, self._run(row.cache, row.ids[:, :short], start, taps, keep))
@@ -274,8 +275,9 @@ class TorchTarget:
     def _check(self) -> None:
         """Refuse a model that cannot go on from its cache, take rows back, or show its layers.
 
-        Logits after context, wrong rows taken back and the true ones in their place must be those
-        of one forward over it all, measured by how far from them are logits without the context.
+        Logits after context, wrong rows taken back and the true ones in their place (several, then
+        one alone) must be those of one forward over it all, measured by how far from them are
+        logits without the context.
         """
         half, last = PROBE // 2, (self.num_layers - 1,)
         ids = (np.arange(PROBE, dtype=np.int32) * 7919 + 1) % self.vocab_size
@@ -291,7 +293,8 @@ class TorchTarget:
             whole, _ = logits(self.init_state(1, PROBE), ids, PROBE)
             alone, _ = logits(self.init_state(1, PROBE), ids[half:], half)
             _, state = logits(self.init_state(1, PROBE), wrong, half)
-            resumed, _ = logits(state, ids[half:], half)
+            several, state = logits(state, ids[half:-1], half - 1)
+            one, _ = logits(state, ids[-1:], 1)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise NotImplementedError(
@@ -302,7 +305,7 @@ class TorchTarget:
                 f"{self.name}: expected logits of the head's {self.vocab_size} rows, "
                 f"found {whole.shape[-1]}"
             )
-        off = np.linalg.norm(resumed - whole[half:])
+        off = np.linalg.norm(np.concatenate([several, one]) - whole[half:])
         forgot = np.linalg.norm(alone - whole[half:])
         share = off / forgot if forgot else np.inf
         # A NaN is no small share either.
