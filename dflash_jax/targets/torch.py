@@ -212,7 +212,8 @@ class TorchTarget:
         """One sequence's rows, `row.ids`: logits `[1, n, V]` (of the last `keep`, 0: all), taps.
 
         Rows on both sides of a rope's switch are read as each would be alone: those before it by
-        the cache, those behind it after the whole text in the other rope (`row.beyond`).
+        the cache, those behind it after the whole text in the other rope (`row.beyond`). Taps that
+        were handed out before stay what they were, so a prompt's do not depend on its chunks.
         """
         torch, rows = self._torch, row.ids.shape[1]
         if self._switch is None or not start <= self._switch < start + rows:
