@@ -55,6 +55,14 @@ def row_linear(
     return jax.lax.psum(part, axis).astype(x.dtype)
 
 
+def scaled(x: jax.Array, factor: float | jax.Array) -> jax.Array:
+    """`x * factor` in x's dtype, rounded once: the factor itself is not, as in the reference.
+
+    (A Python number beside a bf16 array is rounded to bf16 first.)
+    """
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+
 FEW_ROWS, NARROW = 32, 1024
 """Rows of all sequences, and their width, up to which `add_norm` has a kernel and `gated` sums in
 parts: what counts there is the number of launches. At 4096 the bytes count, and XLA's own way with

@@ -18,6 +18,7 @@ from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ctx
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV, write_at
+from dflash_jax.layers import scaled
 from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
 from dflash_jax.sampling import Sampler, leading_count, shaped_logits
 from dflash_jax.targets import Target
@@ -101,7 +102,7 @@ def propose_block(
     config = draft.config
     masks = jnp.full((state.anchor.shape[0], plan.block_size - 1), config.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
-    noise = target.embed(block) * config.input_embedding_scale
+    noise = scaled(target.embed(block), config.input_embedding_scale)
     start = state.target.len
     pos = start[:, None] + jnp.arange(plan.block_size)[None]
     assert state.draft is not None

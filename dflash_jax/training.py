@@ -32,6 +32,7 @@ from dflash_jax.config import (
 from dflash_jax.draft import DFlashDraft, DFlashLayer, ctx_features
 from dflash_jax.extras import require
 from dflash_jax.keys import printable
+from dflash_jax.layers import scaled
 from dflash_jax.leaves import check_finite
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
 from dflash_jax.shapes import init_draft
@@ -150,7 +151,8 @@ def block_metrics(
     anchor_ids = jnp.take_along_axis(batch.ids, anchors, axis=1)
     masks = jnp.full((*anchors.shape, config.block_size - 1), config.mask_token_id, jnp.int32)
     block = jnp.concatenate([anchor_ids[..., None], masks], axis=-1)
-    noise = target.embed(block.reshape(anchors.shape[0], -1)) * config.input_embedding_scale
+    noise = target.embed(block.reshape(anchors.shape[0], -1))
+    noise = scaled(noise, config.input_embedding_scale)
     noise = jax.lax.stop_gradient(noise).reshape(*block.shape, -1)
     feats = ctx_features(draft, features.taps)
     hidden = block_hidden(draft, feats, noise, batch.segment, anchors)

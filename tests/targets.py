@@ -17,7 +17,7 @@ from dflash_jax import load_draft
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.draft import DFlashDraft, DraftHead
 from dflash_jax.shapes import abstract
-from dflash_jax.targets import TargetOutput, check_taps, dense
+from dflash_jax.targets import HostedOutput, TargetOutput, check_taps, dense
 from dflash_jax.targets.hf import load_hf
 
 ORACLES = Path(__file__).parent / "oracles"
@@ -269,3 +269,49 @@ def sliding_pair() -> tuple[dense.DenseTarget, DFlashDraft]:
     """
     target, draft = trained_pair()
     return target, draft.replace(config=dataclasses.replace(draft.config, layer_window=(32, None)))
+
+
+@dataclasses.dataclass
+class HostState:
+    """len `[B]` and the target's own state, which also knows it."""
+
+    len: np.ndarray
+    state: object
+
+
+class HostedDense:
+    """A `HostedTarget` over another one: what it hands out went through the host's memory."""
+
+    def __init__(self, target):
+        self._target = self.tables = target
+        self.hidden_size, self.vocab_size = target.hidden_size, target.vocab_size
+        self.stop_token_ids, self.max_positions = target.stop_token_ids, target.max_positions
+        self.check_drafter = target.check_drafter
+        self.rows_run = []  # counts of every forward
+
+    def init_state(self, batch, slots):
+        return HostState(np.zeros(batch, np.int32), self._target.init_state(batch, slots))
+
+    def forward(self, state, ids, count, taps, last_only=False):
+        assert not isinstance(ids, jax.core.Tracer)
+        self.rows_run.append(count.tolist())
+        run, after = _forward(self._target, state.state, ids, taps)
+        logits = np.array(self._target.logits(run.hidden))
+        real = np.arange(ids.shape[1]) < count[:, None]
+        if last_only:
+            last = np.maximum(count - 1, 0)[:, None, None]
+            logits = np.take_along_axis(logits, last, axis=1)
+        else:
+            logits = np.where(real[..., None], logits, 0)
+        tapped = np.where(real[..., None], np.array(run.taps), 0)
+        out = HostedOutput(jnp.asarray(logits), jnp.asarray(tapped))
+        return out, HostState(state.len, after)
+
+    def commit(self, state, count):
+        after = self._target.commit(state.state, jnp.asarray(count, jnp.int32))
+        return HostState(state.len + count.astype(np.int32), after)
+
+
+_forward = jax.jit(
+    lambda target, state, ids, taps: target.forward(state, ids, taps), static_argnums=3
+)

@@ -1,5 +1,6 @@
 """The doctor names planted faults, and is silent about healthy drafters."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from families import FAMILIES, ORACLES
 from safetensors.numpy import load_file, save_file
+from targets import HostedDense
 
 from dflash_jax import ctx_features, forward_block, load_draft, load_target, quant
 from dflash_jax import doctor as clinic
@@ -17,6 +19,7 @@ from dflash_jax.doctor import Doctor, Effort
 from dflash_jax.doctor import config as statements
 from dflash_jax.doctor.probe import WORST, Probe, Setting
 from dflash_jax.doctor.report import merged
+from dflash_jax.doctor.rows import contexts
 from dflash_jax.doctor.suspects import Tensors, orders, other_taps, suspects
 from dflash_jax.doctor.tensors import check_tensors
 from dflash_jax.doctor.trial import Confidence, sign_test, standard_errors
@@ -395,6 +398,65 @@ def test_settings_left_out_for_time_are_counted(doctor, monkeypatch):
     assert report.self_test.tried == 0
     assert report.self_test.left == 7
     assert "7 left out for time" in report.text()
+
+
+# --- targets outside JAX -------------------------------------------------------------------------
+
+
+class Fickle(HostedDense):
+    """Where `several(start, rows)`, its layers see the last four keys alone."""
+
+    def __init__(self, target, several):
+        super().__init__(target)
+        self._several = several
+        short = (4,) * target.config.num_hidden_layers
+        config = dataclasses.replace(target.config, layer_window=short)
+        self._honest, self._short = target, target.replace(config=config)
+
+    def forward(self, state, ids, count, taps, last_only=False):
+        short = self._several(int(state.len[0]), int(count[0]))
+        self._target = self._short if short else self._honest
+        return super().forward(state, ids, count, taps, last_only)
+
+
+LINES = [list(b"def add(a, b):\n   "), list(b"import os, sys\nimp")]
+HOSTED = {
+    "healthy": (lambda start, rows: False, []),
+    "verify": (lambda start, rows: 1 < rows <= 8 and start + rows > 32, ["8 rows run at once"]),
+    "prompt": (lambda start, rows: rows > 38, ["all 44 rows of the text run at once"]),
+    "several": (
+        lambda start, rows: rows > 1 and start + rows > 40,
+        ["8 rows run at once", "all 44 rows of the text run at once"],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTED)
+def test_one_row_and_several_of_a_hosted_target_are_compared(loaded, kind):
+    several, says = HOSTED[kind]
+    hosted = loaded._replace(target=Fickle(loaded.target, several))
+    report = Doctor(hosted, LINES).examine(TINY / "dflash")
+    assert names(report) == [("target", "one row and several rows")] * len(says), report.text()
+    for finding, words in zip(report.findings, says, strict=True):
+        assert "expected the same logits, found those at position" in finding.text
+        assert words in finding.text
+    assert report.compared == [18, 36]
+    assert "one and several compared after 2 texts of 18 to 36 tokens" in report.text()
+
+
+def test_files_are_examined_beside_a_hosted_target(loaded, plant, monkeypatch):
+    monkeypatch.setattr(clinic, "check_rows", lambda *_: [])
+    hosted = loaded._replace(target=HostedDense(loaded.target))
+    directory = plant("dflash", stated(rms_norm_eps=0.5, mask_token_id=257))
+    report = Doctor(hosted, LINES).examine(directory)
+    assert names(report) == [("config", "mask_token_id"), ("config", "rms_norm_eps")]
+
+
+def test_texts_lie_on_both_sides_of_the_targets_edges(loaded):
+    target = HostedDense(loaded.target)
+    target.edges, target.max_positions = (4, 100, 500, 5000), 300
+    assert list(map(len, contexts(target, LINES, 0))) == [18, 36, 96, 292]
+    assert list(map(len, contexts(target, None, 0))) == [24, 240, 96, 292]
 
 
 # --- the command ----------------------------------------------------------------------------------

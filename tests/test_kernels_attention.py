@@ -412,6 +412,28 @@ def test_generation_says_the_same_tokens(interpreted):
     assert widths == {4, 16}, "the block, its verify and a short prompt chunk"
 
 
+def test_logits_are_the_same_by_one_row_a_verify_and_a_chunk_that_no_kernel_takes(interpreted):
+    target, rows = tiny_target(TARGET), kernel.MAX_ROWS // 2 + 1
+    text = np.random.default_rng(0).integers(0, 64, (1, rows)).astype(np.int32)
+
+    @jax.jit
+    def read(state, ids):
+        out, after = target.forward(state, ids, (), "pallas")
+        return target.logits(out.hidden)[0], after
+
+    whole, full = read(target.init_state(1, rows), text)
+    assert not interpreted
+    bound = 1e-5 * float(jnp.abs(whole).max())
+    for start in (0, 5, 6, 7, 8, 9, KEYS - 2, KEYS - 1, KEYS, rows - 4):
+        for width in (1, 4):
+            at = full.replace(len=jnp.asarray([start]))
+            logits, _ = read(at, text[:, start : start + width])
+            np.testing.assert_allclose(
+                logits, whole[start : start + width], rtol=0, atol=bound, err_msg=f"{start} {width}"
+            )
+    assert {shape[1] for shape in interpreted} == {1, 4}
+
+
 def test_wide_chunks_stay_with_the_reference(interpreted):
     args = problem((0,), rows=kernel.MAX_ROWS // 2 + 1)
     got = append_and_attend(*args, causal=True, window=None, implementation="pallas")

@@ -8,6 +8,7 @@ import functools
 import itertools
 import json
 import time
+import types
 import warnings
 
 import jax
@@ -22,6 +23,7 @@ from dflash_jax import forward_block, generate, load_draft, save_draft
 from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.cli import main
 from dflash_jax.draft import ctx_features
+from dflash_jax.layers import scaled
 from dflash_jax.propose import dflash2_propose_greedy, draft_logits, propose_rows
 from dflash_jax.sampling import Filters, filtered_probs
 from dflash_jax.targets.loading import load_target
@@ -193,6 +195,45 @@ def test_the_target_has_the_same_logits_and_taps(family):
 
 
 # --- our drafters in the reference ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_gemma_targets_tables_are_used_the_same(dtype):
+    """The embedding's rows without the scale that Gemma's own module puts on them, times the
+    drafter's; the tied head without the cap that Gemma puts on its logits, but with the drafter's.
+    """
+    config = transformers.AutoConfig.for_model(
+        "gemma2",
+        vocab_size=64,
+        hidden_size=48,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        initializer_range=0.3,
+        final_logit_softcapping=3.0,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    kind = getattr(torch, dtype)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+    tables, scale = TorchTarget(model).tables, 48**0.5
+    ids = np.arange(64)
+    with torch.inference_mode():
+        noise = reference._raw_input_embeddings(model, torch.tensor(ids), scale)
+        rows = torch.randn(5, 48, dtype=kind)
+        shape = {"output_multiplier": 0.5, "final_logit_softcapping": 20.0}
+        shaper = types.SimpleNamespace(config=types.SimpleNamespace(**shape))
+        head = reference._output_head(model)
+        logits = reference.DFlashDraftModel.compute_logits(shaper, rows, head).float()
+    ours = scaled(tables.embed(jnp.asarray(ids)), scale)
+    np.testing.assert_array_equal(np.asarray(ours, np.float32), noise.float())
+
+    shaper.head = None
+    ours = draft_logits(tables, shaper, jnp.from_dlpack(rows))
+    np.testing.assert_allclose(ours, logits, atol=1e-5 if dtype == "float32" else 0.1)
 
 
 @pytest.mark.parametrize("family", MODELS)

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from targets import TINY, mistaken_draft, table_target, tiny_draft, tiny_target
+from targets import TINY, mistaken_draft, random_tree, table_target, tiny_draft, tiny_target
 
-from dflash_jax import SpecSession, dspark_accept_prefix
+from dflash_jax import SpecSession, dspark_accept_prefix, round
 from dflash_jax.attention import ABSENT
 from dflash_jax.draft import DraftHead
 from dflash_jax.propose import draft_logits, first_fault, propose_rows
 from dflash_jax.round import clip_gain, propose_block
+from dflash_jax.shapes import abstract
 
 STOPS = jnp.asarray([9, -1, -1, -1], jnp.int32)
 
@@ -207,3 +208,24 @@ def test_embeddings_are_scaled_on_their_way_to_the_drafter():
         for t, d in ((target, scaled_up), (louder, draft), (target, draft))
     ]
     assert drafts[0] == drafts[1] != drafts[2]
+
+
+def test_a_scale_is_not_rounded_to_the_weights_dtype(monkeypatch):
+    """sqrt(48) times a bf16 row, rounded once: what the public reference feeds a drafter."""
+    config, seen = dataclasses.replace(TINY, input_embedding_scale=48**0.5), []
+    target = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_target())
+    draft = random_tree(abstract(config, jnp.bfloat16), 1)
+    honest = round.forward_round
+
+    def forward_round(draft, kv, noise, *rest):
+        seen.append(noise)
+        return honest(draft, kv, noise, *rest)
+
+    monkeypatch.setattr(round, "forward_round", forward_round)
+    session = SpecSession(target, draft)
+    session.open([[1, 2, 3]], 10)
+    propose_block(target, draft, session.state, session.plan)
+    rows = target.embedding[jnp.asarray([session.state.anchor[0], config.mask_token_id])]
+    exact = np.asarray(rows, np.float64) * 48**0.5
+    np.testing.assert_array_equal(seen[-1][0, :2], exact.astype(np.float32).astype(jnp.bfloat16))
+    assert (seen[-1][0, :2] != rows * 48**0.5).any()

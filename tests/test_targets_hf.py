@@ -105,6 +105,7 @@ def test_dtype():
     ("name", "changes", "error", "parts"),
     [
         ("llama3", {"model_type": "gpt2"}, NotImplementedError, ["'llama' or 'qwen3'", "'gpt2'"]),
+        ("llama3", {"model_type": "gemma2"}, NotImplementedError, ["'gemma2' (transformers runs"]),
         ("llama3", {"attention_bias": True}, NotImplementedError, ["attention_bias"]),
         ("llama3", {"mlp_bias": True}, NotImplementedError, ["mlp_bias"]),
         ("llama3", {"is_neox_style": False}, NotImplementedError, ["is_neox_style", "false"]),

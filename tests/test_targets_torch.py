@@ -17,10 +17,13 @@ from families import FAMILIES, ORACLES, assert_close, trained
 from targets import F32, TINY, random_tree
 
 from dflash_jax import SamplingParams, SpecSession, compare, generate, hosted
+from dflash_jax.checkpoint import save_draft
 from dflash_jax.cli import main
+from dflash_jax.doctor import Doctor
+from dflash_jax.doctor.rows import check_rows, contexts
 from dflash_jax.shapes import abstract
 from dflash_jax.targets import torch as torch_target
-from dflash_jax.targets.loading import load_target
+from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.targets.torch import TorchTarget, load_torch
 
 with warnings.catch_warnings():
@@ -64,6 +67,9 @@ EXPERTS = {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+CAP, SWITCH = 3.0, 24
+"""Of Gemma's logits; where the longrope model's rope becomes another one."""
+GEMMAS = ("gemma", "gemma2", "gemma3_text")
 MIXED = ["linear_attention", "full_attention"] * 2
 CONFIGS = {
     "qwen3": {},
@@ -73,7 +79,25 @@ CONFIGS = {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
     },
-    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 6, "final_logit_softcapping": 3.0},
+    "gemma": {},
+    "gemma2": {"query_pre_attn_scalar": 8, "sliding_window": 6, "final_logit_softcapping": CAP},
+    "gemma3_text": {
+        "query_pre_attn_scalar": 8,
+        "sliding_window": 6,
+        "final_logit_softcapping": CAP,
+    },
+    "phi3": {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": SWITCH,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0, 2.0, 4.0, 8.0],
+            "factor": 512 / SWITCH,
+            "original_max_position_embeddings": SWITCH,
+        },
+    },
     "qwen3_moe": EXPERTS,
     "qwen3_next": LINEAR | EXPERTS | {"layer_types": MIXED},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False},
@@ -82,10 +106,11 @@ HYBRIDS = ("qwen3_next", "lfm2")
 
 
 @functools.cache
-def model_of(name):
+def model_of(name, dtype="float32", **changes):
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(name.split()[0], **COMMON | CONFIGS[name])
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = transformers.AutoConfig.for_model(name.split()[0], **COMMON | CONFIGS[name] | changes)
+    kind = getattr(torch, dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=kind).eval()
 
 
 @functools.cache
@@ -159,6 +184,122 @@ def test_a_batch_is_its_sequences_alone():
         alone = generate(target_of("qwen3"), tiny_drafter(), prompt, count)
         assert out.token_ids == alone.token_ids
         assert out.acceptance_lengths == alone.acceptance_lengths
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", GEMMAS)
+def test_gemma_scales_its_own_input_and_caps_its_own_logits_and_nobody_elses(name, dtype):
+    """The model reads its table times sqrt(hidden), rounded to the weights' dtype. The drafter gets
+    the table's rows as they are and the head alone, as from the public reference: what a drafter
+    was trained with besides, its own config says (`input_embedding_scale`, ...).
+    """
+    model = model_of(name, dtype, hidden_size=48)  # sqrt(48) is no bf16 number
+    target, ids = TorchTarget(model), np.asarray([PROMPTS[1]])
+    with torch.inference_mode():
+        own = model(torch.tensor(ids), use_cache=False, output_hidden_states=True)
+    table, read = model.get_input_embeddings().weight, own.hidden_states[0].float().numpy()
+    rows = target.tables.embed(jnp.asarray(ids))
+    assert (np.asarray(rows, np.float32) == table.detach().float().numpy()[ids]).all()
+    scale = torch.tensor(48**0.5).to(table.dtype).item()
+    assert (np.asarray(rows * jnp.asarray(scale, rows.dtype), np.float32) == read).all()
+
+    count = np.array([ids.shape[1]])
+    out, _ = target.forward(target.init_state(1, 64), jnp.asarray(ids), count)
+    np.testing.assert_array_equal(np.asarray(out.logits, np.float32), own.logits.float().numpy())
+    assert target.lm_head.unsafe_buffer_pointer() == table.data_ptr()  # tied
+    head = np.asarray(target.tables.logits(jnp.from_dlpack(own.hidden_states[-1].contiguous())))
+    capped = head if name == "gemma" else CAP * np.tanh(head / CAP)
+    np.testing.assert_allclose(capped, own.logits.float(), atol=1e-5 if dtype == "float32" else 0.1)
+    assert np.abs(head).max() > CAP
+
+
+def test_rows_on_both_sides_of_a_longrope_switch_are_read_as_each_alone():
+    """Blocks of every place before and behind it, all of them kept, some or none."""
+    target, model = target_of("phi3"), model_of("phi3")
+    text = np.random.default_rng(0).integers(0, VOCABULARY, SWITCH + 10).astype(np.int32)
+    with torch.inference_mode():
+        alone = [
+            model(torch.tensor(text[None, : n + 1]), use_cache=False, output_hidden_states=True)
+            for n in range(len(text))
+        ]
+    rows = 5
+    for start in range(SWITCH - 6, SWITCH + 3):
+        for kept in range(rows + 1):
+            state = target.init_state(1, 64)
+            for end, wrong in ((start, 0), (start + kept, rows - kept), (start + rows, 0)):
+                begin = int(state.len[0])
+                ids = np.concatenate([text[begin:end], (text[end : end + wrong] + 1) % VOCABULARY])
+                count, keep = np.array([len(ids)]), np.array([end - begin])
+                out, state = target.forward(state, jnp.asarray(ids[None]), count, (1, 3))
+                state = target.commit(state, keep)
+                for i in range(end - begin):
+                    own = alone[begin + i]
+                    np.testing.assert_allclose(out.logits[0, i], own.logits[0, -1], atol=1e-4)
+                    hidden = np.concatenate([own.hidden_states[j][0, -1] for j in (2, 4)])
+                    np.testing.assert_allclose(out.taps[0, i], hidden, atol=1e-4)
+
+
+# --- one row and several -------------------------------------------------------------------------
+
+
+def altered(change):
+    model = copy.deepcopy(model_of("qwen3"))
+    change(model)
+    return model
+
+
+def rows_found(target):
+    return [finding.text for finding in check_rows(target, contexts(target, PROMPTS * 4, 0))]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_one_row_and_several_agree(name):
+    assert rows_found(target_of(name)) == []
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3 with windows", "gemma3_text", "phi3"])
+def test_rounding_in_16_bits_is_no_disagreement(name):
+    assert rows_found(TorchTarget(model_of(name, "bfloat16"))) == []
+
+
+def sparse_past(length):
+    """Attention that counts for less where several rows look at more than `length` keys."""
+
+    def change(model):
+        for layer in model.model.layers:
+            honest = layer.self_attn.forward
+
+            def forward(hidden_states, honest=honest, **options):
+                out, weights = honest(hidden_states, **options)
+                keys = 1 + int(options["position_ids"][0, -1])
+                other = hidden_states.shape[1] > 1 and keys > length
+                return out * (0.8 if other else 1.0), weights
+
+            layer.self_attn.forward = forward
+
+    return change
+
+
+def test_a_model_whose_way_with_several_rows_is_another_is_named(tmp_path):
+    """One that takes it past 24 tokens, which loading does not try."""
+    target = TorchTarget(altered(sparse_past(24)))
+    assert "when 8 rows run at once" in rows_found(target)[0]
+    assert rows_found(TorchTarget(altered(sparse_past(10_000)))) == []
+    with pytest.raises(NotImplementedError, match="found logits off by"):
+        TorchTarget(altered(sparse_past(1)))
+
+    loaded = LoadedTarget(target, None, "fickle")
+    save_draft(tiny_drafter(), tmp_path)
+    report = Doctor(loaded, PROMPTS * 4).examine(tmp_path)
+    assert ("target", "one row and several rows") in [(f.where, f.name) for f in report.findings]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_doctor_takes_a_target_of_pytorch(dtype, capsys):
+    draft = str(TINY_MODELS / "dflash")
+    command = ["doctor", "--target", f"torch:{DIRECTORY}", "--draft", draft, "--dtype", dtype]
+    assert main(command) == 0
+    assert "one and several compared after" in capsys.readouterr().out
 
 
 # --- beside the same model in JAX ----------------------------------------------------------------
@@ -249,12 +390,6 @@ def test_from_the_command_line(draft, capsys):
 
 
 # --- refusals ------------------------------------------------------------------------------------
-
-
-def altered(change):
-    model = copy.deepcopy(model_of("qwen3"))
-    change(model)
-    return model
 
 
 def forgetful(model):

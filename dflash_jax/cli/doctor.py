@@ -27,7 +27,8 @@ def add(commands: Any) -> None:
         "--target",
         default="smollm2",
         metavar="smollm2|DIR|FILE.gguf|ORG/NAME",
-        help="the model it drafts for (default: smollm2)",
+        help="the model it drafts for (default: smollm2); with torch: before a directory or an id, "
+        "whether its rows agree is tried instead of the drafter's settings",
     )
     doctor.add_argument(
         "--draft",

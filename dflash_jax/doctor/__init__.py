@@ -24,18 +24,21 @@ from dflash_jax.doctor import texts
 from dflash_jax.doctor.blocks import check_block
 from dflash_jax.doctor.probe import Probe, Setting, Sight, look
 from dflash_jax.doctor.report import Finding, Report, SelfTest, merged
+from dflash_jax.doctor.rows import check_rows, contexts
 from dflash_jax.doctor.suspects import Suspect, rope_words, suspects
 from dflash_jax.doctor.tensors import check_target, check_tensors
 from dflash_jax.doctor.trial import Comparison, Search, confidence, low
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import token_ids_of
-from dflash_jax.targets import dense
-from dflash_jax.targets.loading import LoadedTarget
+from dflash_jax.targets import HostedTarget, dense
+from dflash_jax.targets.loading import TORCH, LoadedTarget
 
 __all__ = ["Doctor", "Finding", "Report", "SelfTest", "examine"]
 
 SMALL = 20_000_000
 """Weights of a target that many texts cost little of."""
+PROMPTS = 8
+"""Built-in ones for a hosted target."""
 FAULTS = 3
 """Settings mended one on top of the other."""
 
@@ -53,8 +56,8 @@ class Effort:
     slots: int
 
 
-def effort(target: dense.DenseTarget) -> Effort:
-    """By the target's size and the device."""
+def effort(target: Any) -> Effort:
+    """By the target's size (a pytree) and the device."""
     size = sum(leaf.size for leaf in jax.tree.leaves(target))
     if size < SMALL or jax.default_backend() != "cpu":
         return Effort(screen=32, confirm=256, anchors=8, new=64, slots=7)
@@ -66,7 +69,8 @@ class Doctor:
 
     prompts: token ids to answer; default: built-in ones, or the target's own inventions where it
     has no tokenizer. seed: of texts and anchors. work: how many; default: by the target's size.
-    Raises NotImplementedError for a target that is no `DenseTarget`.
+    Of a target that runs outside JAX (`HostedTarget`) there is no self-test: instead its rows are
+    compared, one and several at once. Raises NotImplementedError for other targets.
     """
 
     def __init__(
@@ -76,16 +80,17 @@ class Doctor:
         seed: int = 0,
         work: Effort | None = None,
     ):
-        if not isinstance(loaded.target, dense.DenseTarget):
+        self._hosted = isinstance(loaded.target, HostedTarget)
+        if not isinstance(loaded.target, dense.DenseTarget | HostedTarget):
             raise NotImplementedError(
-                f"doctor: expected a dense target, found {type(loaded.target).__name__}"
+                f"doctor: expected a dense or a hosted target, found {type(loaded.target).__name__}"
             )
         self._loaded, self._seed, self._prompts = loaded, seed, None
         if prompts is not None:
             size = loaded.target.vocab_size
             self._prompts = [token_ids_of(f"prompt {i}", p, size) for i, p in enumerate(prompts)]
-        self._work = work or effort(loaded.target)
-        self._raw = statements.raw_config(Path(loaded.name))
+        self._work = work or effort(getattr(loaded.target, "tables", loaded.target))
+        self._raw = statements.raw_config(Path(loaded.name.removeprefix(TORCH)))
 
     def examine(
         self,
@@ -113,13 +118,17 @@ class Doctor:
         except (OSError, ValueError) as error:
             if model is not None or not findings:
                 report.findings.append(Finding("tensors", "checkpoint", str(error)))
+        if self._hosted:
+            tell("running one row and several")
+            report.compared = [len(text) for text in self._contexts]
         report.findings += self._target_findings
         if model is not None:
             report.family = model.config.family
             raw = statements.raw_config(directory)
             report.findings += statements.check_config(raw, model.config, loaded, self._raw)
             base = Setting(model.config, resolve_harvest(model.config, harvest))
-            self._self_test(report, model, base, seconds, tell)
+            if not self._hosted:
+                self._self_test(report, model, base, seconds, tell)
         report.seconds = time.monotonic() - began
         return report
 
@@ -172,7 +181,16 @@ class Doctor:
 
     @functools.cached_property
     def _target_findings(self) -> list[Finding]:
-        return check_target(self._loaded.target)
+        target = self._loaded.target
+        if not self._hosted:
+            return check_target(target)
+        return [*check_target(target.tables), *check_rows(target, self._contexts)]
+
+    @functools.cached_property
+    def _contexts(self) -> list[list[int]]:
+        """Texts of a hosted target after which its rows are compared."""
+        prompts = self._prompts or texts.builtin_prompts(self._loaded, PROMPTS, self._seed)
+        return contexts(self._loaded.target, prompts, self._seed)
 
     @functools.cached_property
     def _sights(self) -> tuple[Sight, Sight, float]:

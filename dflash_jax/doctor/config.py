@@ -78,12 +78,10 @@ def check_numbers(config: DFlashConfig, loaded: LoadedTarget) -> Iterator[tuple[
     """Epsilon and vocabulary."""
     target = loaded.target
     if config.rms_norm_eps > LARGEST_EPS:
-        theirs = target.config.rms_norm_eps
-        yield (
-            "rms_norm_eps",
-            f"{config.rms_norm_eps:g} is no small number (the target's is {theirs:g})",
-        )
-    rows = (target.vocab_size, target.config.embedding_rows)
+        stated = getattr(target, "config", None)  # a target outside JAX need not show its own
+        theirs = "" if stated is None else f" (the target's is {stated.rms_norm_eps:g})"
+        yield "rms_norm_eps", f"{config.rms_norm_eps:g} is no small number{theirs}"
+    rows = (target.vocab_size, getattr(target, "tables", target).embedding.shape[0])
     if config.vocab_size is not None and config.vocab_size not in rows:
         yield (
             "vocab_size",
@@ -123,7 +121,8 @@ def check_mask(
         low, high = min(special), max(special)
         if high - low < 4 * len(special) and mask < low - 1:
             yield key, f"{mask} lies apart from the target's special tokens {sorted(special)}"
-    row = np.asarray(target.embedding[mask], np.float32)
+    embed = getattr(target, "tables", target).embed
+    row = np.asarray(embed(np.asarray([[mask]]))[0, 0], np.float32)
     if not row.any():
         yield key, f"{mask} has an embedding of zeros"
     name = Keys(raw, "dflash_config").get("mask_token")

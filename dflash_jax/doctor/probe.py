@@ -19,7 +19,7 @@ from dflash_jax.blocks import block_positions, run_blocks
 from dflash_jax.config import DFlashConfig, DSparkHarvest, RopeConfig
 from dflash_jax.draft import DFlashDraft, ctx_features
 from dflash_jax.kv import ABSENT
-from dflash_jax.layers import along_last, linear, rope_frequencies
+from dflash_jax.layers import along_last, linear, rope_frequencies, scaled
 from dflash_jax.markov import confidence_raws, teacher_logits
 from dflash_jax.targets import dense
 
@@ -250,7 +250,7 @@ def _score(target, draft, sight, knobs, slots, rows):
     first = jnp.take_along_axis(sight.ids, sight.anchors, axis=1)[..., None]
     masks = jnp.broadcast_to(knobs.mask_id, (*first.shape[:2], rows - 1))
     noise = target.embed(jnp.concatenate([first, masks], axis=-1).reshape(batch, -1))
-    noise = (noise * knobs.noise_scale.astype(noise.dtype)).reshape(*first.shape[:2], rows, -1)
+    noise = scaled(noise, knobs.noise_scale).reshape(*first.shape[:2], rows, -1)
     ctx_pos = jnp.broadcast_to(jnp.arange(width), sight.ids.shape)
     hidden = run_blocks(draft, feats, noise, q_pos, ctx_pos, tables, mask)
 

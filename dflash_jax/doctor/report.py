@@ -46,7 +46,11 @@ class SelfTest:
 
 @dataclasses.dataclass
 class Report:
-    """Everything about one drafter. `trials` holds each other setting's figures, best first."""
+    """Everything about one drafter. `trials` holds each other setting's figures, best first.
+
+    compared: of a target that runs outside JAX, the lengths of the texts after which one row and
+    several were run.
+    """
 
     draft: str
     target: str
@@ -54,6 +58,7 @@ class Report:
     findings: list[Finding]
     self_test: SelfTest | None = None
     trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    compared: list[int] = dataclasses.field(default_factory=list)
     seed: int = 0
     seconds: float = 0.0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -72,7 +77,13 @@ class Report:
         kind = f"{self.family} drafter" if self.family else "drafter"
         lines = [f"{self.draft}: {kind} for {self.target}"]
         test = self.self_test
-        if test is None:
+        if self.compared:
+            lines += [
+                "self-test   not run: the target is outside JAX",
+                f"rows        one and several compared after {len(self.compared)} texts of "
+                f"{min(self.compared)} to {max(self.compared)} tokens",
+            ]
+        elif test is None:
             lines.append("self-test   not run")
         else:
             lines += [

@@ -110,7 +110,7 @@ class HostedTarget(Protocol):
     @property
     def tables(self) -> Any:
         """The part of it that drafting needs in compiled programs: a pytree with `embed`, `logits`
-        and `vocab_size` as in `Target`."""
+        and `vocab_size` as in `Target`; the doctor looks at its `embedding` `[rows, H]`, too."""
         ...
 
     @property

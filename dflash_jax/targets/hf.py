@@ -179,7 +179,8 @@ def layer_count(keys: Keys, name: str, files: TensorSource) -> int:
 def _refuse_unsupported(raw: Mapping[str, Any], keys: Keys, model_type: Any) -> None:
     if model_type not in MODEL_TYPES:
         raise NotImplementedError(
-            f"model_type: expected {' or '.join(map(repr, MODEL_TYPES))}, found {model_type!r:.200}"
+            f"model_type: expected {' or '.join(map(repr, MODEL_TYPES))}, "
+            f"found {model_type!r:.200} (transformers runs others: 'torch:' before the name)"
         )
     if keys.get("quantization_config"):
         method = nested_table(raw, "quantization_config").get("quant_method")

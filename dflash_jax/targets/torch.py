@@ -57,11 +57,17 @@ class TorchTables(struct.PyTreeNode):
 @dataclasses.dataclass
 class Row:
     """One sequence: its cache, the ids of the last forward, and the cache's layers before it (None
-    where rows are taken back by cropping)."""
+    where rows are taken back by cropping).
+
+    Of a model that changes its rope on the way (`_rope_switch`): text, the ids committed so far, as
+    long as it has not; beyond, where the last forward reached it, the cache that holds from there
+    on, and the rows that came before."""
 
     cache: Any
     ids: Any = None
     before: list[Any] | None = None
+    text: Any = None
+    beyond: tuple[Any, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +87,12 @@ class TorchTarget:
 
     The wrapper runs the model a few times to see that it can go on from a cache and take rows
     back: attention layers by cropping, others (linear attention, state spaces, convolutions) from
-    a copy of their state and a replay of the rows that stay.
+    a copy of their state and a replay of the rows that stay. A longrope model has another rope for
+    every position once its text is long: there it reads the text again.
 
     ValueError or NotImplementedError names what does not fit.
+
+    edges: lengths of a text at which the config says that the model changes its way.
     """
 
     mesh = None
@@ -105,6 +114,11 @@ class TorchTarget:
         self._arguments = inspect.signature(model.forward).parameters
         self.tables = _tables_of(model, self.name, self.hidden_size)
         self._crops = all(map(_crops, self._new_cache().layers))
+        self._switch = _rope_switch(text, self.name)
+        lengths = [getattr(text, n, None) for n in ("sliding_window", "attention_chunk_size")]
+        self.edges = tuple(n for n in (*lengths, self._switch) if n)
+        if self._switch is not None and not self._crops:
+            raise NotImplementedError(f"{self.name}: longrope beside recurrent layers")
         self._check()
 
     @property
@@ -131,7 +145,10 @@ class TorchTarget:
 
     def init_state(self, batch: int, slots: int) -> TorchState:
         """Empty caches; they grow as rows come, whatever the `slots`."""
-        return TorchState(np.zeros(batch, np.int32), [Row(self._new_cache()) for _ in range(batch)])
+        empty = self._torch.zeros((1, 0), dtype=self._torch.long, device=self.device)
+        text = None if self._switch is None else empty
+        rows = [Row(self._new_cache(), text=text) for _ in range(batch)]
+        return TorchState(np.zeros(batch, np.int32), rows)
 
     def forward(
         self,
@@ -149,7 +166,7 @@ class TorchTarget:
             row.ids = tokens[b : b + 1, : count[b]]
             row.before = None if self._crops else [_kept(layer) for layer in row.cache.layers]
             if count[b]:
-                pieces.append(self._run(row, row.ids, int(state.len[b]), taps, last_only))
+                pieces.append(self._read(row, int(state.len[b]), taps, int(last_only)))
             else:
                 pieces.append(None)
         logits = self._side_by_side([p and p[0] for p in pieces], 1 if last_only else rows)
@@ -157,8 +174,18 @@ class TorchTarget:
         return HostedOutput(jnp.from_dlpack(logits), jnp.from_dlpack(tapped)), state
 
     def commit(self, state: TorchState, count: np.ndarray) -> TorchState:
+        torch = self._torch
         for b, row in enumerate(state.rows):
             ran, kept = row.ids.shape[1], int(count[b])
+            if row.text is not None:
+                row.text = torch.cat([row.text, row.ids[:, :kept]], dim=1)
+            if row.beyond is not None:
+                cache, short = row.beyond
+                if kept > short:
+                    row.cache, row.text = cache, None
+                else:
+                    ran = short
+                row.beyond = None
             if row.before is None:
                 if ran:
                     # Of all rows kept, too: sliding layers then drop what left their window.
@@ -166,7 +193,7 @@ class TorchTarget:
             elif kept < ran:
                 row.cache.layers = row.before
                 if kept:
-                    self._run(row, row.ids[:, :kept], int(state.len[b]), (), last_only=True)
+                    self._run(row.cache, row.ids[:, :kept], int(state.len[b]), (), keep=1)
             row.ids = row.before = None
         return TorchState(state.len + count.astype(np.int32), state.rows)
 
@@ -181,19 +208,38 @@ class TorchTarget:
             cache.activate_past_recording()
         return cache
 
+    def _read(self, row: Row, start: int, taps: tuple[int, ...], keep: int) -> tuple[Any, Any]:
+        """One sequence's rows, `row.ids`: logits `[1, n, V]` (of the last `keep`, 0: all), taps.
+
+        Rows on both sides of a rope's switch are read as each would be alone: those before it by
+        the cache, those behind it after the whole text in the other rope (`row.beyond`). Taps that
+        were handed out before stay what they were, so a prompt's do not depend on its chunks.
+        """
+        torch, rows = self._torch, row.ids.shape[1]
+        if self._switch is None or not start <= self._switch < start + rows:
+            return self._run(row.cache, row.ids, start, taps, keep)
+        cache, short = row.beyond = self._new_cache(), self._switch - start
+        long, again = rows - short, torch.cat([row.text, row.ids], dim=1)
+        logits, tapped = self._run(cache, again, 0, taps, min(keep or long, long))
+        parts = [(logits, tapped[:, -long:])]
+        if short:
+            parts.insert(0, self._run(row.cache, row.ids[:, :short], start, taps, keep))
+        logits, tapped = (torch.cat(pieces, dim=1) for pieces in zip(*parts, strict=True))
+        return logits[:, -(keep or rows) :], tapped
+
     def _run(
-        self, row: Row, ids: Any, start: int, taps: tuple[int, ...], last_only: bool
+        self, cache: Any, ids: Any, start: int, taps: tuple[int, ...], keep: int
     ) -> tuple[Any, Any]:
-        """One forward of one sequence: logits `[1, n, V]` (n = 1 for the last only) and taps."""
+        """One forward of one sequence: logits `[1, n, V]` (of the last `keep`, 0: all) and taps."""
         torch = self._torch
         given = {
             "input_ids": ids,
             "position_ids": start + torch.arange(ids.shape[1], device=self.device)[None],
-            "cache": row.cache,
-            "past_key_values": row.cache,
+            "cache": cache,
+            "past_key_values": cache,
             "use_cache": True,
             "output_hidden_states": bool(taps),
-            "logits_to_keep": 1 if last_only else 0,
+            "logits_to_keep": keep,
         }
         if "cache" in self._arguments:  # the newer name; some versions take both
             del given["past_key_values"]
@@ -202,7 +248,7 @@ class TorchTarget:
             known["output_hidden_states"] = True  # some take it as a keyword of no name
         with torch.inference_mode():
             out = self.model(**known)
-            logits = out.logits[:, -1:] if last_only else out.logits
+            logits = out.logits[:, -keep:]
             if not taps:
                 return logits, logits.new_zeros((1, ids.shape[1], 0))
             hidden = out.hidden_states
@@ -230,8 +276,9 @@ class TorchTarget:
     def _check(self) -> None:
         """Refuse a model that cannot go on from its cache, take rows back, or show its layers.
 
-        Logits after context, wrong rows taken back and the true ones in their place must be those
-        of one forward over it all, measured by how far from them are logits without the context.
+        Logits after context, wrong rows taken back and the true ones in their place (several, then
+        one alone) must be those of one forward over it all, measured by how far from them are
+        logits without the context.
         """
         half, last = PROBE // 2, (self.num_layers - 1,)
         ids = (np.arange(PROBE, dtype=np.int32) * 7919 + 1) % self.vocab_size
@@ -247,7 +294,8 @@ class TorchTarget:
             whole, _ = logits(self.init_state(1, PROBE), ids, PROBE)
             alone, _ = logits(self.init_state(1, PROBE), ids[half:], half)
             _, state = logits(self.init_state(1, PROBE), wrong, half)
-            resumed, _ = logits(state, ids[half:], half)
+            several, state = logits(state, ids[half:-1], half - 1)
+            one, _ = logits(state, ids[-1:], 1)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise NotImplementedError(
@@ -258,7 +306,7 @@ class TorchTarget:
                 f"{self.name}: expected logits of the head's {self.vocab_size} rows, "
                 f"found {whole.shape[-1]}"
             )
-        off = np.linalg.norm(resumed - whole[half:])
+        off = np.linalg.norm(np.concatenate([several, one]) - whole[half:])
         forgot = np.linalg.norm(alone - whole[half:])
         share = off / forgot if forgot else np.inf
         # A NaN is no small share either.
@@ -320,6 +368,24 @@ def _tables_of(model: Any, name: str, hidden_size: int) -> TorchTables:
         lm_head=jnp.from_dlpack(head.weight.detach()),
         bias=None if bias is None else jnp.from_dlpack(bias.detach()),
     )
+
+
+def _rope_switch(text: Any, name: str) -> int | None:
+    """The position from which on a longrope model takes its long factors, for all of its text."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    tables = [t for t in (rope, *rope.values()) if isinstance(t, dict)]  # one, or one a layer type
+    found = {
+        table.get("original_max_position_embeddings")
+        or getattr(text, "original_max_position_embeddings", None)
+        for table in tables
+        if table.get("rope_type") == "longrope"
+    }
+    if len(found) > 1 or None in found:
+        raise NotImplementedError(
+            f"{name}: expected one original_max_position_embeddings of its longrope, found "
+            f"{sorted(map(str, found))}"
+        )
+    return found.pop() if found else None
 
 
 def _stop_ids(*configs: Any) -> tuple[int, ...]:

@@ -1,0 +1,105 @@
+"""A target that runs outside JAX: are a token's logits the same, however many rows run at once?
+
+Plain decoding runs a row at a time, a verify several, a prompt all of its own. A model that takes
+another way by the number of rows or by the length (sparse attention, another rope) is verified by
+other logits than it decodes by: the text is then not its own, and no error says so.
+"""
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from dflash_jax.doctor.report import Finding
+from dflash_jax.targets import HostedTarget
+
+WIDTH = 8
+"""Rows of a verify."""
+INVENTED, JOINED = 24, 256
+"""Tokens of a text where there are no prompts; of all prompts in a row, which are one text more."""
+LONGEST_CPU, LONGEST = 1024, 8192
+"""Longest text made for a length at which the target's config says that something changes."""
+MOST_OFF = {4: 1e-3, 2: 0.1}
+"""Most that logits may be off, as a share of their own size, by the bytes of a weight: rounding
+alone, and an expert or two that it tips over in 16 bits."""
+
+
+def contexts(
+    target: HostedTarget, prompts: Sequence[Sequence[int]] | None, seed: int
+) -> list[list[int]]:
+    """What the rows looked at come after: the shortest and the longest prompt (or an invented one),
+    a longer text of several, and one that ends just before each of the target's `edges`.
+    """
+    if prompts is None:
+        rng, shape = np.random.default_rng(seed), (JOINED // INVENTED, INVENTED)
+        return contexts(target, rng.integers(0, target.vocab_size, shape).tolist(), seed)
+    joined = [token for prompt in prompts for token in prompt]
+    found = [min(prompts, key=len), max(prompts, key=len), joined[:JOINED]]
+    most = LONGEST_CPU if jax.default_backend() == "cpu" else LONGEST
+    for edge in getattr(target, "edges", ()):
+        if WIDTH < edge <= most:
+            found.append((joined * (1 + edge // len(joined)))[: edge - WIDTH // 2])
+    room = target.max_positions - WIDTH
+    return [list(text) for text in dict.fromkeys(tuple(text[:room]) for text in found) if text]
+
+
+def check_rows(target: HostedTarget, texts: Sequence[Sequence[int]]) -> Iterator[Finding]:
+    """WIDTH greedy tokens after each text: one by one, at once, and in one forward with the text.
+
+    The worst disagreement of a verify is a finding, and the worst of a whole text.
+    """
+    verify, prompt = [], []
+    bytes_of_one = target.tables.embedding.dtype.itemsize  # some models widen their logits
+    allowed = MOST_OFF[min(4, max(2, bytes_of_one))]
+    for text in texts:
+        alone, tokens = _one_by_one(target, text)
+        whole, at = [*text, *tokens], len(text)
+        several, _ = _read(target, _opened(target, text)[1], tokens)
+        verify += _differences(several, alone, allowed, at, f"{WIDTH} rows run at once")
+        last, _ = _opened(target, whole)
+        words = f"all {len(whole)} rows of the text run at once"
+        prompt += _differences(last, alone[-1:], allowed, len(whole) - 1, words)
+    for found in (verify, prompt):
+        if found:
+            yield Finding("target", "one row and several rows", max(found)[1])
+
+
+def _one_by_one(target: HostedTarget, text: Sequence[int]) -> tuple[jax.Array, list[int]]:
+    """The logits of each of WIDTH greedy tokens `[WIDTH, V]`, run alone, and the tokens."""
+    row, state = _opened(target, text)
+    tokens, rows = [], []
+    for _ in range(WIDTH):
+        tokens.append(int(row[-1].argmax()))
+        row, state = _read(target, state, tokens[-1:])
+        rows.append(row)
+    return jnp.concatenate(rows), tokens
+
+
+def _opened(target: HostedTarget, text: Sequence[int]):
+    """The logits of a text's last row `[1, V]`, and the state after it."""
+    return _read(target, target.init_state(1, len(text) + WIDTH), text, last_only=True)
+
+
+def _read(target: HostedTarget, state, tokens: Sequence[int], last_only: bool = False):
+    """The logits of more tokens, all of them kept, and the state after them."""
+    count = np.array([len(tokens)], np.int32)
+    ids = jnp.asarray([tokens], jnp.int32)
+    out, state = target.forward(state, ids, count, (), last_only=last_only)
+    return out.logits[0], target.commit(state, count)
+
+
+def _differences(
+    rows: jax.Array, alone: jax.Array, allowed: float, first: int, when: str
+) -> list[tuple[float, str]]:
+    """(share, words) of every row that is off by more than is allowed; `first`: its position."""
+    ours, own = np.asarray(rows, np.float64), np.asarray(alone, np.float64)
+    size = np.linalg.norm(own - own.mean(-1, keepdims=True), axis=-1)
+    shares = np.linalg.norm(ours - own, axis=-1) / np.maximum(size, np.finfo(float).tiny)
+    found = []
+    for i, share in enumerate(np.nan_to_num(shares, nan=np.inf)):
+        if share > allowed:
+            tokens = f"token {ours[i].argmax()}, alone {own[i].argmax()}"
+            text = f"expected the same logits, found those at position {first + i} off by "
+            found.append((share, f"{text}{share:.2g} of their size when {when} ({tokens})"))
+    return found
