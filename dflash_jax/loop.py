@@ -34,10 +34,6 @@ LONG_CHUNK, LONG_PROMPT, LONG_ROWS = 1024, 4096, 2048
 """A prompt of LONG_PROMPT tokens or more runs in chunks of LONG_CHUNK, if those of all sequences
 together are no more than LONG_ROWS."""
 
-IN_FLIGHT = 2
-"""Prompt chunks that run or wait for the device, each with working memory of its own from when it
-is sent: the next is ready when one ends, and no more than two are paid for."""
-
 WARM_ROUNDS = 0
 """Rounds to decode for the programs of a round to be compiled."""
 
@@ -93,18 +89,14 @@ def prefill(
 ) -> Caches:
     """Feed `rows` (tokens of each sequence, any counts) behind the `lengths` rows already held.
 
-    Runs on the host chunk by chunk: beyond the caches, memory is that of IN_FLIGHT chunks, whatever
-    the prompt's length. The result does not depend on how the rows fall into chunks.
+    Runs on the host chunk by chunk: beyond the caches, memory is that of one chunk, whatever the
+    prompt's length. The result does not depend on how the rows fall into chunks.
 
     chunk: the widest to take (default: `widest_chunk`); each width in use is compiled once.
     tick: told after each chunk how many rows it took, once they are there.
     """
-    longest, fed, sent = max(len(row) for row in rows), 0, []
+    longest, fed = max(len(row) for row in rows), 0
     for width in chunk_widths([len(row) for row in rows], lengths, capacity, chunk):
-        if fed:
-            sent.append(jnp.copy(caches.last))  # the next chunk is given the row itself
-        if len(sent) == IN_FLIGHT:
-            jax.block_until_ready(sent.pop(0))
         tokens = map(jnp.asarray, piece(rows, fed, width))
         caches = prefill_chunk(target, draft, caches, *tokens, implementation=implementation)
         if tick is not None:

@@ -70,8 +70,8 @@ class MemoryPlan:
     sequences; all bytes are one device's.
     target, draft: weights by part. target_kv, draft_full, draft_ring: caches; of the drafter's,
     full layers grow with the capacity and rings with their window. books: tokens and counters.
-    prefill, round: what a prompt's chunks (two, where it has several, see `loop.IN_FLIGHT`) and a
-    round hold beside all that while they run; `compiled` says whether the compiler told it.
+    prefill, round: what each program holds beside all that while it runs; `compiled` says whether
+    the compiler told it. What XLA tries while it compiles is not in it.
     """
 
     batch: int
@@ -101,7 +101,7 @@ class MemoryPlan:
 
     @property
     def working(self) -> int:
-        """Bytes of the hungrier one's working memory: no round runs beside a chunk."""
+        """Bytes of the hungrier program's working memory: they run one at a time."""
         return max(self.prefill, self.round)
 
     @property
@@ -134,7 +134,7 @@ class MemoryPlan:
         lines += [
             line("books", "", self.books),
             line(f"working memory ({told})", "", self.working),
-            line("  prompt chunks", "", self.prefill),
+            line("  prompt chunk", "", self.prefill),
             line("  round", "", self.round),
             line("total", "", self.total),
         ]
@@ -206,7 +206,6 @@ def plan_memory(
     *,
     batch: int = 1,
     chunk: int = loop.CHUNKS[-1],
-    in_flight: int = loop.IN_FLIGHT,
     sampler: Sampler | None = None,
     history: Any = None,
     meter: Meter | None = None,
@@ -215,7 +214,6 @@ def plan_memory(
     """What `batch` sequences take under a session's plan (see `SpecSession.memory`).
 
     target, draft: loaded or abstract (`abstract_target`, `survey_draft(...).abstract()`).
-    in_flight: chunks that are under way at a time, 1 for a prompt of a single one.
     sampler, history, meter: as `loop.start` takes them, abstract or not.
     compiled: compile both programs here and take their working memory from the compiler.
     NotImplementedError for an estimate of a target other than the dense decoder.
@@ -244,7 +242,7 @@ def plan_memory(
         draft_full=full,
         draft_ring=ring,
         books=_nbytes(state) - target_kv - full - ring,
-        prefill=in_flight * working[0],
+        prefill=working[0],
         round=working[1],
         compiled=compiled,
         devices=(1, 1) if mesh is None else (mesh.shape[sharding.MODEL], sharding.groups(mesh)),

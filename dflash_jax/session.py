@@ -332,14 +332,12 @@ class SpecSession:
         sampler, history = jax.eval_shape(sampling)
         prompt = between("prompt", prompt, 1, context)
         widest = self._chunk or loop.widest_chunk(batch, prompt)
-        chunk = loop.chunk_width(prompt, capacity, widest)
         return plan_memory(
             target,
             self.draft,
             plan,
             batch=batch,
-            chunk=chunk,
-            in_flight=1 if prompt <= chunk else loop.IN_FLIGHT,
+            chunk=loop.chunk_width(prompt, capacity, widest),
             sampler=sampler,
             history=history,
             meter=self._meter(batch),

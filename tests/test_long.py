@@ -148,18 +148,6 @@ def test_long_prompts_take_wide_chunks():
     assert loop.widest_chunk(3, 32768) == 256
 
 
-@pytest.mark.parametrize(("tokens", "waited"), [(16, 0), (32, 0), (33, 1), (100, 5)])
-def test_no_more_than_two_chunks_are_under_way(monkeypatch, tokens, waited):
-    """Each holds working memory from when it is sent: all of a long prompt's at once would."""
-    waits, wait = [], jax.block_until_ready
-    monkeypatch.setattr(loop.jax, "block_until_ready", lambda x: waits.append(x) or wait(x))
-    target, draft = tiny_target(), tiny_draft()
-    caches = loop.empty_caches(target, draft, 1, 128)
-    prompt = [token % 40 for token in range(tokens)]
-    loop.prefill(target, draft, caches, [prompt], [0], 128, chunk=16)
-    assert len(waits) == waited and all(row.shape == caches.last.shape for row in waits)
-
-
 def test_a_session_takes_its_chunk_and_tells_of_each():
     one_layer = dataclasses.replace(TINY_TARGET, num_hidden_layers=1, layer_window=(None,))
     target, taken = tiny_target(one_layer), []

@@ -73,12 +73,6 @@ def test_rings_and_full_layers_are_told_apart():
     assert long.draft_full - short.draft_full == 512 * (2 * draft.config.kv_size * 4 + 4)
 
 
-def test_a_prompt_of_several_chunks_has_two_of_them_under_way(session):
-    one, several = (session.memory(300, 2, prompt=n) for n in (256, 257))
-    assert (one.chunk, several.chunk) == (256, 256)
-    assert several.prefill == 2 * one.prefill and several.round == one.round
-
-
 def test_the_plan_of_plain_decoding_has_no_drafter():
     target, _ = trained("dflash")
     told = SpecSession(target, None).memory(256)
