@@ -13,9 +13,13 @@ and no block waits for another.
 
 Query rows stand head by head, each head's rows padded to a multiple of eight: 64 of them, which is
 what a warpgroup's product takes, hold 16 rows of four heads.
+
+A projection that comes in parts is summed here, by every block that needs it: that takes the place
+of a launch, and what is read more comes from the L2.
 """
 
 import dataclasses
+import itertools
 import math
 from functools import partial
 from typing import Any
@@ -74,6 +78,7 @@ class _Spec:
     causal: bool
     window: int | None
     ring: bool
+    parts: int | None
     interpret: Any
 
     @property
@@ -113,8 +118,12 @@ def refusal(qkv: jax.Array, cache: jax.Array) -> str | None:
     Shapes and dtypes alone are looked at, as in `append_and_attend`.
     """
     slots, dim = cache.shape[2:]
-    if qkv.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
-        return f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache.dtype}"
+    in_parts = qkv.ndim == 4
+    if qkv.dtype != (jnp.float32 if in_parts else jnp.bfloat16) or cache.dtype != jnp.bfloat16:
+        what = "float32 parts and bfloat16 caches" if in_parts else "bfloat16 rows and caches"
+        return f"dtype: expected {what}, found {qkv.dtype} and {cache.dtype}"
+    if in_parts and qkv.shape[2] < 2:
+        return f"rows in parts: expected two or more, found {qkv.shape[2]}"
     if dim not in HEAD_DIMS:
         return f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
     if slots % SLOT_STEP:
@@ -142,7 +151,7 @@ def append_and_attend(
     The result depends neither on the cache's capacity nor on what lies in empty slots. interpret:
     whether it is interpreted (from jax 0.12 on), or `interpreted(..)`.
     """
-    batch, rows, width = qkv.shape
+    *parts, batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
     tiling = tiling or Tiling()
     spec = _Spec(
@@ -159,6 +168,7 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
+        parts=parts[0] if parts else None,
         interpret=interpreted() if interpret is True else interpret,
     )
     # The same for all layers that share a book: made once for all of them.
@@ -252,21 +262,22 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     )
     worker = warpgroup * SPLITS + split
     at = _Scratch(**scratch)
-    qkv, cos, sin, q_pos, out = (x.at[batch] for x in (qkv, cos, sin, q_pos, out))
+    qkv = qkv.at[batch] if spec.parts is None else qkv.at[:, batch]
+    cos, sin, q_pos, out = (x.at[batch] for x in (cos, sin, q_pos, out))
     k_cache, v_cache = (x.at[batch, kv_head] for x in (k_cache, v_cache))
     sums = [x.at[batch, kv_head, part] for x in sums]
     head = kv_head * spec.groups + part * spec.held
+    # Projected heads, and where each goes.
+    queries = [(head + i, at.raw.at[pl.ds(i * spec.pitch, spec.rows)]) for i in range(spec.held)]
+    key, value = (spec.heads + i * spec.kv_heads + kv_head for i in range(2))
+    own = [(key, at.own_k.at[pl.ds(0, spec.rows)]), (value, at.own_v)]
 
     @pl.when(warpgroup == 0)
     def _():
-        for i in range(spec.held):
-            plgpu.copy_gmem_to_smem(
-                qkv.at[:, pl.ds((head + i) * spec.dim, spec.dim)],
-                at.raw.at[pl.ds(i * spec.pitch, spec.rows)],
-                at.raw_here,
-            )
+        _ask(spec, qkv, queries, at.raw_here)
 
     share = _share(spec, slot[batch], end[batch], worker)
+    maker = _maker(spec, slot[batch], end[batch], split)
 
     def fetch(step, stage):
         tile = share.tile(step)
@@ -284,25 +295,23 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
 
     @pl.when(share.owns)
     def _():
-        for x, ref in ((0, at.own_k.at[pl.ds(0, spec.rows)]), (spec.kv_heads, at.own_v)):
-            column = (spec.heads + x + kv_head) * spec.dim
-            plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(column, spec.dim)], ref, at.own_here)
+        _ask(spec, qkv, own, at.own_here)
 
     fetch_first(own=False)
 
     @pl.when(share.owns)
     def _():
         tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
-        plgpu.barrier_wait(at.own_here)
+        _take(spec, qkv, own, at.own_here)
         _rotate(spec, at.own_k, at.own_k, norms[1], tables)
         rows = pl.ds(share.slot, spec.rows)
         plgpu.copy_smem_to_gmem(at.own_k.at[pl.ds(0, spec.rows)], k_cache.at[rows])
         plgpu.copy_smem_to_gmem(at.own_v, v_cache.at[rows])
 
-    @pl.when(warpgroup == 0)
+    @pl.when(warpgroup == maker)
     def _():
         tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
-        plgpu.barrier_wait(at.raw_here)
+        _take(spec, qkv, queries, at.raw_here)
         _rotate(spec, at.raw, at.q, norms[0], tables)
         plgpu.barrier_arrive(at.q_here)
 
@@ -387,6 +396,42 @@ def _share(spec: _Spec, slot, end, worker) -> _Share:
     owns = (jax.lax.rem(low, workers) == worker) | (jax.lax.rem(high, workers) == worker)
     steps = _div(left + workers - 1, spec.workers)
     return _Share(spec.rows, spec.workers, slot, first, limit, begin, steps, owns)
+
+
+def _maker(spec: _Spec, slot, end, split):
+    """The warpgroup that makes the query rows of a block: not the one that sums own parts."""
+    if spec.parts is None or spec.warpgroups == 1:
+        return 0
+    return jnp.where(_share(spec, slot, end, split).owns, 1, 0)
+
+
+def _ask(spec: _Spec, qkv, heads, here):
+    """Ask for projected heads, each with its place in shared memory; parts are not copied."""
+    for head, ref in heads if spec.parts is None else ():
+        plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
+
+
+def _take(spec: _Spec, qkv, heads, here):
+    """What `_ask` asked for is there: the copies, or else now the sums of the parts."""
+    if spec.parts is None:
+        plgpu.barrier_wait(here)
+        return
+    # An even number of rows is shared out evenly; of an odd one, the last but one is summed twice.
+    runs = [(0, spec.rows // 2 * 2)] + [(spec.rows - 2, 2)] * (spec.rows % 2)
+    # All loads before the first store, which they would not pass.
+    sums = [_sum(spec, qkv, head, *run) for head, _ in heads for run in runs]
+    for (_, ref), (row, count) in itertools.product(heads, runs):
+        _store(ref.at[pl.ds(row, count)], sums.pop(0))
+    plgpu.commit_smem()
+
+
+def _sum(spec: _Spec, qkv, head, row: int, count: int):
+    """`[count, D]` of a head: its f32 parts, added in order and rounded once."""
+    vector = math.gcd(4, count * spec.dim // 128)
+    layout = plgpu.Layout.WG_STRIDED((count, spec.dim), vec_size=vector)
+    place = pl.ds(row, count), pl.ds(head * spec.dim, spec.dim)
+    first, *others = (_load(qkv.at[i, *place], layout) for i in range(spec.parts))
+    return sum(others, first).astype(jnp.bfloat16)
 
 
 def _div(a, b: int):
