@@ -19,7 +19,6 @@ of a launch, and what is read more comes from the L2.
 """
 
 import dataclasses
-import itertools
 import math
 from functools import partial
 from typing import Any
@@ -63,7 +62,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """Static numbers of one call."""
+    """Static numbers of one call; parts: of the projection, 0 where it comes summed."""
 
     batch: int
     rows: int
@@ -78,7 +77,7 @@ class _Spec:
     causal: bool
     window: int | None
     ring: bool
-    parts: int | None
+    parts: int
     interpret: Any
 
     @property
@@ -120,8 +119,8 @@ def refusal(qkv: jax.Array, cache: jax.Array) -> str | None:
     slots, dim = cache.shape[2:]
     in_parts = qkv.ndim == 4
     if qkv.dtype != (jnp.float32 if in_parts else jnp.bfloat16) or cache.dtype != jnp.bfloat16:
-        what = "float32 parts and bfloat16 caches" if in_parts else "bfloat16 rows and caches"
-        return f"dtype: expected {what}, found {qkv.dtype} and {cache.dtype}"
+        wanted = "float32 parts and bfloat16 caches" if in_parts else "bfloat16 rows and caches"
+        return f"dtype: expected {wanted}, found {qkv.dtype} and {cache.dtype}"
     if in_parts and qkv.shape[2] < 2:
         return f"rows in parts: expected two or more, found {qkv.shape[2]}"
     if dim not in HEAD_DIMS:
@@ -168,7 +167,7 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
-        parts=parts[0] if parts else None,
+        parts=parts[0] if parts else 0,
         interpret=interpreted() if interpret is True else interpret,
     )
     # The same for all layers that share a book: made once for all of them.
@@ -262,7 +261,7 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     )
     worker = warpgroup * SPLITS + split
     at = _Scratch(**scratch)
-    qkv = qkv.at[batch] if spec.parts is None else qkv.at[:, batch]
+    qkv = qkv.at[:, batch] if spec.parts else qkv.at[batch]
     cos, sin, q_pos, out = (x.at[batch] for x in (cos, sin, q_pos, out))
     k_cache, v_cache = (x.at[batch, kv_head] for x in (k_cache, v_cache))
     sums = [x.at[batch, kv_head, part] for x in sums]
@@ -400,28 +399,30 @@ def _share(spec: _Spec, slot, end, worker) -> _Share:
 
 def _maker(spec: _Spec, slot, end, split):
     """The warpgroup that makes the query rows of a block: not the one that sums own parts."""
-    if spec.parts is None or spec.warpgroups == 1:
+    if not spec.parts or spec.warpgroups == 1:
         return 0
     return jnp.where(_share(spec, slot, end, split).owns, 1, 0)
 
 
 def _ask(spec: _Spec, qkv, heads, here):
-    """Ask for projected heads, each with its place in shared memory; parts are not copied."""
-    for head, ref in heads if spec.parts is None else ():
-        plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
+    """Ask for copies of projected heads, each to its place in shared memory; not for parts."""
+    if not spec.parts:
+        for head, ref in heads:
+            plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
 
 
 def _take(spec: _Spec, qkv, heads, here):
-    """What `_ask` asked for is there: the copies, or else now the sums of the parts."""
-    if spec.parts is None:
+    """Wait for what `_ask` asked for; of parts, put the sums there."""
+    if not spec.parts:
         plgpu.barrier_wait(here)
         return
-    # An even number of rows is shared out evenly; of an odd one, the last but one is summed twice.
+    # Threads share out even numbers of rows: of an odd one, the last but one is summed twice.
     runs = [(0, spec.rows // 2 * 2)] + [(spec.rows - 2, 2)] * (spec.rows % 2)
-    # All loads before the first store, which they would not pass.
-    sums = [_sum(spec, qkv, head, *run) for head, _ in heads for run in runs]
-    for (_, ref), (row, count) in itertools.product(heads, runs):
-        _store(ref.at[pl.ds(row, count)], sums.pop(0))
+    places = [(head, ref, *run) for head, ref in heads for run in runs]
+    # All loads come before the first store, which they would not pass.
+    sums = [_sum(spec, qkv, head, row, count) for head, _, row, count in places]
+    for (_, ref, row, count), x in zip(places, sums, strict=True):
+        _store(ref.at[pl.ds(row, count)], x)
     plgpu.commit_smem()
 
 
@@ -430,8 +431,10 @@ def _sum(spec: _Spec, qkv, head, row: int, count: int):
     vector = math.gcd(4, count * spec.dim // 128)
     layout = plgpu.Layout.WG_STRIDED((count, spec.dim), vec_size=vector)
     place = pl.ds(row, count), pl.ds(head * spec.dim, spec.dim)
-    first, *others = (_load(qkv.at[i, *place], layout) for i in range(spec.parts))
-    return sum(others, first).astype(jnp.bfloat16)
+    total = _load(qkv.at[0, *place], layout)
+    for i in range(1, spec.parts):
+        total += _load(qkv.at[i, *place], layout)
+    return total.astype(jnp.bfloat16)
 
 
 def _div(a, b: int):
