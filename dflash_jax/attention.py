@@ -4,6 +4,8 @@ One function serves the drafter (non-causal, windowed) and the target's verify (
 carry their absolute positions, so a full cache and a ring are masked by the same rule.
 """
 
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -12,7 +14,8 @@ from dflash_jax import kernels
 from dflash_jax.integers import cdiv
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, write_rows
-from dflash_jax.layers import apply_rope, rms_norm
+from dflash_jax.layers import apply_rope, in_parts, linear, rms_norm, summed_in_parts
+from dflash_jax.quant import QuantizedLinear
 
 HeadNorms = tuple[jax.Array, jax.Array] | None
 """RMSNorm weights `[D]` of the query and of the key heads; None where the model has none."""
@@ -22,6 +25,8 @@ CLUSTERS = 16
 """Clusters of eight blocks that an H200 runs at a time."""
 LONG = 8192
 """Slots of a cache from which on it is a long one."""
+PARTS = 4
+"""Most parts of a projection that Hopper's kernel sums: each block reads those of its heads."""
 SCORE_BYTES = 1 << 28
 """Most bytes of scores that a tile makes: what bounds a prompt chunk's memory at any context."""
 TILES = (2048, 1024, 512, 256)
@@ -49,6 +54,29 @@ class BlockPlace(struct.PyTreeNode):
     ring: bool = struct.field(pytree_node=False, default=False)
 
 
+def project(
+    x: jax.Array,
+    weight: jax.Array | QuantizedLinear,
+    k_cache: jax.Array,
+    implementation: Implementation = None,
+) -> jax.Array:
+    """`linear(x, weight)` of rows `x [B, rows, H]`, as `append_and_attend` takes it.
+
+    Few rows of a small model whose attention is Hopper's own stay in parts, which that kernel sums
+    without a launch for it. One row is faster in one sum, heads of 128 were not measured.
+    """
+    narrow = x.shape[1] > 1 and k_cache.shape[3] < 128
+    few = narrow and _hopper(x, k_cache, implementation) is not None
+    if few and summed_in_parts(weight, x, implementation):
+        return in_parts(x, weight, PARTS)
+    return linear(x, weight, implementation=implementation)
+
+
+def summed(qkv: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `project` gives, as rows `[B, rows, ..]` of `dtype`."""
+    return qkv.sum(axis=0).astype(dtype) if qkv.ndim == 4 else qkv
+
+
 def append_and_attend(
     qkv: jax.Array,
     norms: HeadNorms,
@@ -64,7 +92,8 @@ def append_and_attend(
     """Norm and rotate a block's heads, append its k and v, attend over context and block.
 
     Args:
-      qkv: `[B, rows, (heads + 2 * kv_heads) * D]`, as projected; heads in the order q, k, v.
+      qkv: `[B, rows, (heads + 2 * kv_heads) * D]`, as projected; heads in the order q, k, v. Or
+        f32 `[parts, B, ..]`, which add up to that, see `project`.
       norms, eps: RMSNorm of the q and k heads, None for none.
       place: where the block stands.
       k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw.
@@ -74,23 +103,19 @@ def append_and_attend(
         Hopper GPU, in bf16, with heads of 64 or 128 and caches of a multiple of 8 slots; left to
         choose, where it was measured faster, see `faster_on_hopper`.
 
-    Returns attended rows `[B, rows, heads * D]` in qkv's dtype, and both caches with the block's
-    rows written. What empty slots hold, NaN included, changes nothing. Raises NotImplementedError
-    as `kernels.resolve` and `kernels.mosaic_kernel` do, or where "mosaic" cannot take the arrays.
+    Returns attended rows `[B, rows, heads * D]` in the caches' dtype, and both caches with the
+    block's rows written. What empty slots hold, NaN included, changes nothing. Raises
+    NotImplementedError as `kernels.resolve` and `kernels.mosaic_kernel` do, or where "mosaic"
+    cannot take the arrays.
     """
-    rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
+    hopper = _hopper(qkv, k_cache, implementation)
+    if hopper is not None:
+        return hopper.append_and_attend(
+            qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
+        )
+    qkv = summed(qkv, k_cache.dtype)
+    batch, rows, (kv_heads, dim) = *qkv.shape[:2], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
-    batch, slots = qkv.shape[0], k_cache.shape[2]
-    faster = rows <= NARROW and faster_on_hopper(batch * kv_heads, dim, slots)
-    hopper = kernels.mosaic_kernel(implementation, "attention", best=faster)
-    if hopper is not None and rows <= hopper.MAX_ROWS:
-        refusal = hopper.refusal(qkv, k_cache)
-        if refusal is None:
-            return hopper.append_and_attend(
-                qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
-            )
-        if implementation is not None:
-            raise NotImplementedError(f"implementation 'mosaic': {refusal}")
     # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less,
     # of eight sequences at once 5 us more.
     few = causal and dim < 128 and rows > 1 and batch < 8
@@ -105,12 +130,27 @@ def append_and_attend(
     k_cache = write_rows(k_cache, k, place.slot)
     v_cache = write_rows(v_cache, v, place.slot)
     masks = {"causal": causal, "window": window}
-    tile = key_tile(qkv.shape[0], rows, heads, k_cache.shape[2])
+    tile = key_tile(batch, rows, heads, k_cache.shape[2])
     if tile is None:
         attended = block_attention(q, k_cache, v_cache, place.q_pos, place.k_pos, **masks)
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
+
+
+def _hopper(
+    qkv: jax.Array, k_cache: jax.Array, implementation: Implementation
+) -> ModuleType | None:
+    """Hopper's kernel where it takes the rows, by name or because it is faster."""
+    (batch, rows), (_, kv_heads, slots, dim) = qkv.shape[-3:-1], k_cache.shape
+    faster = rows <= NARROW and faster_on_hopper(batch * kv_heads, dim, slots)
+    kernel = kernels.mosaic_kernel(implementation, "attention", best=faster)
+    if kernel is None or rows > kernel.MAX_ROWS:
+        return None
+    refusal = kernel.refusal(qkv, k_cache)
+    if refusal is not None and implementation is not None:
+        raise NotImplementedError(f"implementation 'mosaic': {refusal}")
+    return kernel if refusal is None else None
 
 
 def faster_on_hopper(heads: int, dim: int, slots: int) -> bool:

@@ -126,8 +126,8 @@ def run_blocks(
         seen = jnp.broadcast_to(mask(index), (*q_pos.shape, ctx_pos.shape[1] + block))
         context = context_kv(config, layer, feats, *ctx_rope)
 
-        def attend(qkv):
-            return _attend(*context, seen, *block_qkv(config, layer, qkv, *row_rope))
+        def attend(h):
+            return _attend(*context, seen, *block_qkv(config, layer, h, *row_rope))
 
         return layer_forward(config, layer, x, attend)
 

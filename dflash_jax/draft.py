@@ -16,7 +16,13 @@ from jax.sharding import PartitionSpec as P
 
 from dflash_jax import kernels, sharding
 from dflash_jax import kv as cache
-from dflash_jax.attention import BlockPlace, append_and_attend, block_attention, split_heads
+from dflash_jax.attention import (
+    BlockPlace,
+    append_and_attend,
+    block_attention,
+    project,
+    split_heads,
+)
 from dflash_jax.config import DFlashConfig
 from dflash_jax.conv import DFlash2Conv, d2_conv_finish, d2_conv_prepare
 from dflash_jax.kernels import Implementation
@@ -201,8 +207,8 @@ def _forward_block(draft, ctx_f, noise_emb, pos, sums: Sums = ALONE) -> jax.Arra
     for i, layer in enumerate(draft.layers):
         ctx_k, ctx_v = context_kv(config, layer, ctx_f, cos[:, :ctx], sin[:, :ctx])
 
-        def attend(qkv, layer=layer, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
-            q, k, v = block_qkv(config, layer, qkv, *block_rope)
+        def attend(h, layer=layer, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+            q, k, v = block_qkv(config, layer, h, *block_rope)
             k = jnp.concatenate([ctx_k, k], axis=1).swapaxes(1, 2)
             v = jnp.concatenate([ctx_v, v], axis=1).swapaxes(1, 2)
             return block_attention(
@@ -349,7 +355,8 @@ def _forward_round(
     x = noise_emb.astype(draft.dtype)
     for i, layer in enumerate(draft.layers):
 
-        def attend(qkv, layer=layer, i=i):
+        def attend(h, layer=layer, i=i):
+            qkv = project(h, layer.qkv, kv.k[i], implementation)
             attended, new_k[i], new_v[i] = append_and_attend(
                 qkv,
                 (layer.q_norm, layer.k_norm),
@@ -380,21 +387,20 @@ def layer_forward(
 ) -> jax.Array:
     """One layer on block rows `x [B, b, H]`.
 
-    `attend` takes projected rows `[B, b, (heads + 2 * kv_heads) * D]` to attended heads
-    `[B, b, heads * D]` and brings the context (cached or not). The kernels have no gradients: who
-    wants them says so. sums: within a shard.
+    `attend` takes normed rows, which it projects, to attended heads `[B, b, heads * D]` and brings
+    the context (cached or not). The kernels have no gradients: who wants them says so. sums: within
+    a shard.
     """
     eps = config.rms_norm_eps
     choice: dict[str, Any] = {"implementation": implementation}
     attention, mlp = layer.attention_conv, layer.mlp_conv
     if attention is None or mlp is None:
         h = rms_norm(x, layer.input_norm, eps)
-        attended = attend(linear(h, layer.qkv, **choice))
-        x, h = add_norm(x, attended, layer.o, layer.post_norm, eps, sums.attention, **choice)
+        x, h = add_norm(x, attend(h), layer.o, layer.post_norm, eps, sums.attention, **choice)
         return x + swiglu(h, layer.gate_up, layer.down, axis=sums.mlp, **choice)
     # DFlash2: each sublayer stands between two convolutions.
     h, dyn = d2_conv_prepare(attention, x, norm=layer.input_norm, eps=eps, **choice)
-    out = row_linear(attend(linear(h, layer.qkv, **choice)), layer.o, sums.attention, **choice)
+    out = row_linear(attend(h), layer.o, sums.attention, **choice)
     x = d2_conv_finish(attention, out, dyn, residual=x, **choice)
     h, dyn = d2_conv_prepare(mlp, x, norm=layer.post_norm, eps=eps, **choice)
     out = swiglu(h, layer.gate_up, layer.down, axis=sums.mlp, **choice)
@@ -402,9 +408,10 @@ def layer_forward(
 
 
 def block_qkv(
-    config: DFlashConfig, layer: DFlashLayer, qkv: jax.Array, cos: jax.Array, sin: jax.Array
+    config: DFlashConfig, layer: DFlashLayer, h: jax.Array, cos: jax.Array, sin: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q `[B, b, heads, D]`, k and v `[B, b, kv_heads, D]` of projected rows `qkv`."""
+    """q `[B, b, heads, D]`, k and v `[B, b, kv_heads, D]` of normed rows `h [B, b, H]`."""
+    qkv = linear(h, layer.qkv, implementation="xla")
     norms = (layer.q_norm, layer.k_norm)
     return split_heads(qkv, norms, config.rms_norm_eps, cos, sin, config.num_key_value_heads)
 

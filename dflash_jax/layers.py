@@ -64,8 +64,8 @@ def scaled(x: jax.Array, factor: float | jax.Array) -> jax.Array:
 
 
 FEW_ROWS, NARROW = 32, 1024
-"""Rows of all sequences, and their width, up to which `add_norm` has a kernel and `gated` sums in
-parts: what counts there is the number of launches. At 4096 the bytes count, and XLA's own way with
+"""Rows of all sequences, and their width, up to which products are summed in parts by what comes
+next: what counts there is the number of launches. At 4096 the bytes count, and XLA's own way with
 them was faster.
 """
 MOST_PARTS, OUTPUTS = 8, 16384
@@ -89,14 +89,14 @@ def add_norm(
     implementation: the kernel takes FEW_ROWS of NARROW models; the rest is XLA's whatever is asked
     for, and so are quantised weights and shards. Raises NotImplementedError as `kernels.resolve`.
     """
-    if _summed_in_parts(weight, x, implementation) and axis is None:
-        parts = _in_parts(rows, weight)
+    if summed_in_parts(weight, x, implementation) and axis is None:
+        parts = in_parts(rows, weight)
         return kernels.kernel("add_norm").add_norm(x, parts, norm, eps)
     x = x + row_linear(rows, weight, axis, implementation=implementation)
     return x, rms_norm(x, norm, eps)
 
 
-def _summed_in_parts(
+def summed_in_parts(
     weight: jax.Array | QuantizedLinear, x: jax.Array, implementation: Implementation
 ) -> TypeGuard[jax.Array]:
     """Whether rows `x [..., H]` are few, of a small model, on a GPU, the matrix one of floats."""
@@ -105,11 +105,11 @@ def _summed_in_parts(
     return chosen == "pallas" and few and not isinstance(weight, QuantizedLinear)
 
 
-def _in_parts(rows: jax.Array, weight: jax.Array) -> jax.Array:
-    """The product as f32 sums over shares of the inputs, `[parts, ..., out]`."""
+def in_parts(rows: jax.Array, weight: jax.Array, most: int = MOST_PARTS) -> jax.Array:
+    """`linear(rows, weight)` as f32 sums over shares of the inputs, `[parts, ..., out]`."""
     outputs, inputs = weight.shape
     parts = 1  # of a multiple of 8 inputs each
-    while 2 * parts <= min(MOST_PARTS, OUTPUTS // outputs) and inputs % (16 * parts) == 0:
+    while 2 * parts <= min(most, OUTPUTS // outputs) and inputs % (16 * parts) == 0:
         parts *= 2
     a = rows.reshape(*rows.shape[:-1], parts, -1)
     b = weight.reshape(outputs, parts, -1)
@@ -157,8 +157,8 @@ def gated(
     one sum). implementation: as in `add_norm`.
     """
     several = math.prod(x.shape[:-1]) > 1
-    if several and _summed_in_parts(gate_up, x, implementation):
-        rows = _in_parts(x, gate_up).sum(axis=0).astype(x.dtype)
+    if several and summed_in_parts(gate_up, x, implementation):
+        rows = in_parts(x, gate_up).sum(axis=0).astype(x.dtype)
     else:
         rows = linear(x, gate_up, implementation=implementation)
     gate, up = jnp.split(rows, 2, axis=-1)

@@ -13,6 +13,9 @@ and no block waits for another.
 
 Query rows stand head by head, each head's rows padded to a multiple of eight: 64 of them, which is
 what a warpgroup's product takes, hold 16 rows of four heads.
+
+A projection that comes in parts is summed here, by every block that needs it: that takes the place
+of a launch, and what is read more comes from the L2.
 """
 
 import dataclasses
@@ -59,7 +62,7 @@ class Tiling:
 
 @dataclasses.dataclass(frozen=True)
 class _Spec:
-    """Static numbers of one call."""
+    """Static numbers of one call; parts: of the projection, 0 where it comes summed."""
 
     batch: int
     rows: int
@@ -74,6 +77,7 @@ class _Spec:
     causal: bool
     window: int | None
     ring: bool
+    parts: int
     interpret: Any
 
     @property
@@ -113,8 +117,12 @@ def refusal(qkv: jax.Array, cache: jax.Array) -> str | None:
     Shapes and dtypes alone are looked at, as in `append_and_attend`.
     """
     slots, dim = cache.shape[2:]
-    if qkv.dtype != jnp.bfloat16 or cache.dtype != jnp.bfloat16:
-        return f"dtype: expected bfloat16 rows and caches, found {qkv.dtype} and {cache.dtype}"
+    in_parts = qkv.ndim == 4
+    if qkv.dtype != (jnp.float32 if in_parts else jnp.bfloat16) or cache.dtype != jnp.bfloat16:
+        wanted = "float32 parts and bfloat16 caches" if in_parts else "bfloat16 rows and caches"
+        return f"dtype: expected {wanted}, found {qkv.dtype} and {cache.dtype}"
+    if in_parts and qkv.shape[2] < 2:
+        return f"rows in parts: expected two or more, found {qkv.shape[2]}"
     if dim not in HEAD_DIMS:
         return f"head_dim: expected one of {HEAD_DIMS}, found {dim}"
     if slots % SLOT_STEP:
@@ -142,7 +150,7 @@ def append_and_attend(
     The result depends neither on the cache's capacity nor on what lies in empty slots. interpret:
     whether it is interpreted (from jax 0.12 on), or `interpreted(..)`.
     """
-    batch, rows, width = qkv.shape
+    *parts, batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
     tiling = tiling or Tiling()
     spec = _Spec(
@@ -159,6 +167,7 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
+        parts=parts[0] if parts else 0,
         interpret=interpreted() if interpret is True else interpret,
     )
     # The same for all layers that share a book: made once for all of them.
@@ -252,21 +261,22 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     )
     worker = warpgroup * SPLITS + split
     at = _Scratch(**scratch)
-    qkv, cos, sin, q_pos, out = (x.at[batch] for x in (qkv, cos, sin, q_pos, out))
+    qkv = qkv.at[:, batch] if spec.parts else qkv.at[batch]
+    cos, sin, q_pos, out = (x.at[batch] for x in (cos, sin, q_pos, out))
     k_cache, v_cache = (x.at[batch, kv_head] for x in (k_cache, v_cache))
     sums = [x.at[batch, kv_head, part] for x in sums]
     head = kv_head * spec.groups + part * spec.held
+    # Projected heads, and where each goes.
+    queries = [(head + i, at.raw.at[pl.ds(i * spec.pitch, spec.rows)]) for i in range(spec.held)]
+    key, value = (spec.heads + i * spec.kv_heads + kv_head for i in range(2))
+    own = [(key, at.own_k.at[pl.ds(0, spec.rows)]), (value, at.own_v)]
 
     @pl.when(warpgroup == 0)
     def _():
-        for i in range(spec.held):
-            plgpu.copy_gmem_to_smem(
-                qkv.at[:, pl.ds((head + i) * spec.dim, spec.dim)],
-                at.raw.at[pl.ds(i * spec.pitch, spec.rows)],
-                at.raw_here,
-            )
+        _ask(spec, qkv, queries, at.raw_here)
 
     share = _share(spec, slot[batch], end[batch], worker)
+    maker = _maker(spec, slot[batch], end[batch], split)
 
     def fetch(step, stage):
         tile = share.tile(step)
@@ -284,25 +294,23 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
 
     @pl.when(share.owns)
     def _():
-        for x, ref in ((0, at.own_k.at[pl.ds(0, spec.rows)]), (spec.kv_heads, at.own_v)):
-            column = (spec.heads + x + kv_head) * spec.dim
-            plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(column, spec.dim)], ref, at.own_here)
+        _ask(spec, qkv, own, at.own_here)
 
     fetch_first(own=False)
 
     @pl.when(share.owns)
     def _():
         tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
-        plgpu.barrier_wait(at.own_here)
+        _take(spec, qkv, own, at.own_here)
         _rotate(spec, at.own_k, at.own_k, norms[1], tables)
         rows = pl.ds(share.slot, spec.rows)
         plgpu.copy_smem_to_gmem(at.own_k.at[pl.ds(0, spec.rows)], k_cache.at[rows])
         plgpu.copy_smem_to_gmem(at.own_v, v_cache.at[rows])
 
-    @pl.when(warpgroup == 0)
+    @pl.when(warpgroup == maker)
     def _():
         tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
-        plgpu.barrier_wait(at.raw_here)
+        _take(spec, qkv, queries, at.raw_here)
         _rotate(spec, at.raw, at.q, norms[0], tables)
         plgpu.barrier_arrive(at.q_here)
 
@@ -387,6 +395,46 @@ def _share(spec: _Spec, slot, end, worker) -> _Share:
     owns = (jax.lax.rem(low, workers) == worker) | (jax.lax.rem(high, workers) == worker)
     steps = _div(left + workers - 1, spec.workers)
     return _Share(spec.rows, spec.workers, slot, first, limit, begin, steps, owns)
+
+
+def _maker(spec: _Spec, slot, end, split):
+    """The warpgroup that makes the query rows of a block: not the one that sums own parts."""
+    if not spec.parts or spec.warpgroups == 1:
+        return 0
+    return jnp.where(_share(spec, slot, end, split).owns, 1, 0)
+
+
+def _ask(spec: _Spec, qkv, heads, here):
+    """Ask for copies of projected heads, each to its place in shared memory; not for parts."""
+    if not spec.parts:
+        for head, ref in heads:
+            plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
+
+
+def _take(spec: _Spec, qkv, heads, here):
+    """Wait for what `_ask` asked for; of parts, put the sums there."""
+    if not spec.parts:
+        plgpu.barrier_wait(here)
+        return
+    # Threads share out even numbers of rows: of an odd one, the last but one is summed twice.
+    runs = [(0, spec.rows // 2 * 2)] + [(spec.rows - 2, 2)] * (spec.rows % 2)
+    places = [(head, ref, *run) for head, ref in heads for run in runs]
+    # All loads come before the first store, which they would not pass.
+    sums = [_sum(spec, qkv, head, row, count) for head, _, row, count in places]
+    for (_, ref, row, count), x in zip(places, sums, strict=True):
+        _store(ref.at[pl.ds(row, count)], x)
+    plgpu.commit_smem()
+
+
+def _sum(spec: _Spec, qkv, head, row: int, count: int):
+    """`[count, D]` of a head: its f32 parts, added in order and rounded once."""
+    vector = math.gcd(4, count * spec.dim // 128)
+    layout = plgpu.Layout.WG_STRIDED((count, spec.dim), vec_size=vector)
+    place = pl.ds(row, count), pl.ds(head * spec.dim, spec.dim)
+    total = _load(qkv.at[0, *place], layout)
+    for i in range(1, spec.parts):
+        total += _load(qkv.at[i, *place], layout)
+    return total.astype(jnp.bfloat16)
 
 
 def _div(a, b: int):

@@ -12,6 +12,7 @@ from bench_shapes import Workload, normal
 import dflash_jax.draft as drafter
 import dflash_jax.round as rounds
 from dflash_jax import ctx_features, forward_round, ingest_ctx
+from dflash_jax.attention import summed
 from dflash_jax.config import DFlashConfig
 from dflash_jax.draft import DFlashDraft, for_rounds
 from dflash_jax.propose import Proposal, draft_logits, first_fault, propose
@@ -123,6 +124,7 @@ def no_attention(qkv, norms, eps, place, k_cache, v_cache, **options):
 
     The barrier keeps the whole projection, of which only a part is used.
     """
+    qkv = summed(qkv, k_cache.dtype)
     queries = qkv.shape[-1] - 2 * k_cache.shape[1] * k_cache.shape[3]
     return jax.lax.optimization_barrier(qkv)[..., :queries], k_cache, v_cache
 

@@ -150,7 +150,7 @@ def layer0_parts(
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     parts["after_input_norm"] = h = rms_norm(x, layer.input_norm, eps)
     h, dyn = _prepare(layer.attention_conv, h)
-    q, k, v = block_qkv(config, layer, linear(h, layer.qkv), cos[:, ctx:], sin[:, ctx:])
+    q, k, v = block_qkv(config, layer, h, cos[:, ctx:], sin[:, ctx:])
     ctx_k, ctx_v = context_kv(config, layer, features, cos[:, :ctx], sin[:, :ctx])
     k, v = jnp.concatenate([ctx_k, k], axis=1), jnp.concatenate([ctx_v, v], axis=1)
     parts |= {"q_rope": q, "k_rope": k, "v": v}
@@ -203,8 +203,8 @@ def layer_outputs(
     for i, layer in enumerate(draft.layers):
         ctx_k, ctx_v = context_kv(config, layer, features, cos[:, :ctx], sin[:, :ctx])
 
-        def attend(qkv, layer=layer, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
-            q, k, v = block_qkv(config, layer, qkv, cos[:, ctx:], sin[:, ctx:])
+        def attend(h, layer=layer, ctx_k=ctx_k, ctx_v=ctx_v, i=i):
+            q, k, v = block_qkv(config, layer, h, cos[:, ctx:], sin[:, ctx:])
             return block_attention(
                 q,
                 jnp.concatenate([ctx_k, k], axis=1).swapaxes(1, 2),

@@ -9,7 +9,7 @@ import pytest
 from cuda import ampere, launches, lowered
 
 from dflash_jax import kernels
-from dflash_jax.layers import _in_parts, add_norm, gated, linear
+from dflash_jax.layers import add_norm, gated, in_parts, linear
 
 kernel = kernels.kernel("add_norm")
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -38,7 +38,7 @@ def close(got, expected, tolerance):
 def test_equals_the_reference(shape, dtype, tolerance):
     x, rows, weight, norm = problem(*shape, dtype)
     expected = add_norm(x, rows, weight, norm, EPS, implementation="xla")
-    got = kernel.add_norm(x, _in_parts(rows, weight), norm, EPS, interpret=True)
+    got = kernel.add_norm(x, in_parts(rows, weight), norm, EPS, interpret=True)
     for a, b in zip(got, expected, strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         close(a, b, tolerance)
@@ -50,7 +50,7 @@ def test_equals_the_reference(shape, dtype, tolerance):
 )
 def test_parts_add_up_to_the_product(inputs, outputs, parts):
     _, rows, weight, _ = problem(1, 5, inputs, outputs)
-    found = _in_parts(rows, weight)
+    found = in_parts(rows, weight)
     assert found.shape == (parts, 1, 5, outputs)
     close(found.sum(axis=0), linear(rows, weight), 1e-5)
 

@@ -24,9 +24,9 @@ from test_kernels_attention import (
     turned_ring,
 )
 
-from dflash_jax import forward_round, generate, kernels
+from dflash_jax import forward_round, generate, kernels, quant
 from dflash_jax import kv as cache
-from dflash_jax.attention import append_and_attend, faster_on_hopper
+from dflash_jax.attention import append_and_attend, faster_on_hopper, project
 
 old = jax.__version_info__ < (0, 11)
 needs_interface = pytest.mark.skipif(old, reason="jax 0.10 has not all of Mosaic GPU's interface")
@@ -51,6 +51,18 @@ def run(kernel):
 def narrow(*lens, rows=16, heads=4, kv_heads=1, dim=64, slots=160, **more):
     shape = dict(rows=rows, heads=heads, kv_heads=kv_heads, dim=dim, slots=slots)
     return problem(lens, dtype=BF16, **shape, **more)
+
+
+def parts_of(qkv, count=4):
+    """f32 parts that add up to the rows, to f32 rounding: rounded once, the rows themselves."""
+    rng, parts = np.random.default_rng(count), np.zeros((count, *qkv.shape), np.float32)
+    parts[:-1] = rng.normal(size=parts[:-1].shape)
+    parts[-1] = np.asarray(qkv, np.float32) - parts.sum(axis=0)
+    return jnp.asarray(parts)
+
+
+def taking_parts(run, count=4):
+    return lambda qkv, *rest, **kind: run(parts_of(qkv, count), *rest, **kind)
 
 
 # --- the switch ---------------------------------------------------------------------------------
@@ -156,6 +168,61 @@ def test_within_a_shard_it_is_not_chosen():
     assert faster_on_hopper(3, 64, 1024)
     with jax.sharding.use_abstract_mesh(shards):
         assert not faster_on_hopper(3, 64, 1024)
+
+
+@pytest.mark.parametrize(
+    ("rows", "more", "in_parts"),
+    [
+        (12, dict(), True),
+        (2, dict(batch=5), True),
+        (12, dict(implementation="mosaic"), True),
+        (1, dict(), False),
+        (33, dict(implementation="mosaic"), False),
+        (12, dict(batch=6), False),
+        (12, dict(hidden=1032), False),
+        (12, dict(dim=128, implementation="mosaic"), False),
+        (12, dict(slots=157), False),
+        (12, dict(dtype=F32), False),
+        (12, dict(implementation="pallas"), False),
+        (12, dict(implementation="xla"), False),
+    ],
+    ids=lambda x: "-".join(f"{v}" for v in x.values()) if isinstance(x, dict) else None,
+)
+def test_a_projection_stays_in_parts_where_the_kernel_sums_them(on_hopper, rows, more, in_parts):
+    case = dict(batch=1, hidden=64, dim=64, slots=160, dtype=BF16, implementation=None) | more
+    x = jnp.zeros((case["batch"], rows, case["hidden"]), case["dtype"])
+    cached = jnp.zeros((case["batch"], 3, case["slots"], case["dim"]), case["dtype"])
+    weight = jnp.zeros((15 * case["dim"], case["hidden"]), case["dtype"])
+    run = partial(project, implementation=case["implementation"])
+    found = jax.eval_shape(run, x, weight, cached)
+    whole = (*x.shape[:2], len(weight))
+    assert found.shape == ((4, *whole) if in_parts else whole)
+    assert found.dtype == (F32 if in_parts else x.dtype)
+
+
+def test_a_quantised_projection_and_a_shards_are_summed(on_hopper):
+    x, cached = jnp.zeros((1, 12, 64), BF16), jnp.zeros((1, 3, 160, 64), BF16)
+    weight = jnp.ones((960, 64), BF16)
+    integers = quant.quantize(np.asarray(weight), "int8")
+    assert jax.eval_shape(project, x, integers, cached).shape == (1, 12, 960)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("model",))):
+        assert jax.eval_shape(project, x, weight, cached).shape == (1, 12, 960)
+
+
+def test_parts_it_cannot_take_are_refused_by_name(kernel):
+    cached = jnp.zeros((1, 1, 160, 64), BF16)
+    assert kernel.refusal(jnp.zeros((4, 1, 2, 192)), cached) is None
+    assert "expected two or more, found 1" in kernel.refusal(jnp.zeros((4, 1, 1, 192)), cached)
+    wrong = kernel.refusal(jnp.zeros((4, 1, 2, 192), BF16), cached)
+    assert wrong == "dtype: expected float32 parts and bfloat16 caches, found bfloat16 and bfloat16"
+
+
+def test_elsewhere_parts_are_summed_and_rounded_once():
+    args = narrow(40, rows=3)
+    expected = reference(*args, causal=True, window=None)
+    got = reference(parts_of(args[0]), *args[1:], causal=True, window=None)
+    jax.tree.map(same, got, expected)
+    assert [x.dtype for x in got] == [BF16] * 3
 
 
 # --- the reference, interpreted -----------------------------------------------------------------
@@ -285,6 +352,38 @@ def test_no_two_threads_race(kernel, length, window):
     check(narrow(length, slots=length // 64 * 64 + 128), run=run, causal=False, window=window)
 
 
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("count", "shape"),
+    [
+        (4, dict(rows=12, heads=9, kv_heads=3, normed=False)),
+        (8, dict(rows=5, heads=2)),
+        (2, dict(rows=2, heads=8, dim=128)),
+    ],
+    ids=["twelve rows", "five", "two"],
+)
+def test_parts_are_summed_to_the_bits_of_the_rows(run, count, shape):
+    """Across a tile's end, so that two blocks sum the own rows."""
+    args, kind = narrow(62, slots=136, **shape), dict(causal=True, window=20)
+    got = check(args, run=taking_parts(run, count), **kind)
+    jax.tree.map(same, got, run(*args, **kind))
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_parts_of_sequences_of_different_lengths_and_two_warpgroups(kernel):
+    run = partial(kernel.append_and_attend, interpret=True)
+    check(narrow(70, 130, rows=3), run=taking_parts(run), causal=False, window=None)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_no_two_threads_race_over_parts(kernel):
+    run = partial(kernel.append_and_attend, interpret=kernel.interpreted(detect_races=True))
+    check(narrow(66, rows=5, slots=192), run=taking_parts(run), causal=False, window=None)
+
+
 # --- for a GPU ----------------------------------------------------------------------------------
 
 
@@ -306,6 +405,20 @@ def test_lowers_for_cuda(kernel, preset, rows):
 
 @needs_interface
 @pytest.mark.slow
+@pytest.mark.parametrize(("rows", "count"), [(2, 2), (5, 4), (12, 8), (32, 8)])
+def test_lowers_for_cuda_with_parts(kernel, rows, count):
+    args = narrow(200, rows=rows, heads=9, kv_heads=3, slots=272)
+    text = lowered(
+        lambda q, n, p, k, v: kernel.append_and_attend(q, n, EPS, p, k, v, causal=True, window=9),
+        parts_of(args[0], count),
+        *(args[i] for i in (1, 3, 4, 5)),
+    )
+    assert text.count("custom_call @mosaic_gpu") == 1
+
+
+@needs_interface
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 def test_a_drafters_round_lowers_with_it(monkeypatch):
     """A ring and a full cache of the size that a session makes."""
     monkeypatch.setattr(kernels, "device_refusal", lambda hopper=False: None)
@@ -315,6 +428,7 @@ def test_a_drafters_round_lowers_with_it(monkeypatch):
     noise, pos = jnp.zeros((1, 16, 32), BF16), jnp.arange(16)[None]
     text = lowered(partial(forward_round, implementation="mosaic"), draft, kv, noise, pos)
     assert text.count("custom_call @mosaic_gpu") == 2
+    assert "tensor<4x1x16x512xf32>" in text, "the projections' parts"
 
 
 @pytest.fixture
@@ -335,6 +449,18 @@ def test_compiled_equals_the_reference(hopper, preset, rows, slots):
         for causal, window in ((True, None), (False, None), (False, 100)):
             first = check(args, run=hopper, causal=causal, window=window)
             jax.tree.map(same, first, hopper(*args, causal=causal, window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("rows", [12, 5])
+def test_compiled_parts_are_summed_to_the_bits_of_the_rows(hopper, rows, count):
+    for lens in ((0,), (62,), (1000,), (63, 64, 130)):
+        args = problem(lens, rows=rows, heads=9, kv_heads=3, dim=64, slots=1024, dtype=BF16)
+        for causal in (False, True):
+            kind = dict(causal=causal, window=None)
+            got = check(args, run=taking_parts(hopper, count), **kind)
+            jax.tree.map(same, got, hopper(*args, **kind))
 
 
 @pytest.mark.gpu
