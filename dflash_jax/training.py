@@ -430,9 +430,12 @@ def adopt_backbone(fresh: DFlashDraft, trained: DFlashDraft) -> DFlashDraft:
 def widen_mlp(draft: DFlashDraft, intermediate_size: int, key: jax.Array) -> DFlashDraft:
     """`draft` with MLPs of `intermediate_size` units: the new ones start without effect.
 
-    It drafts what it drafted before, and can learn more. Raises ValueError for fewer units.
+    It drafts what it drafted before, and can learn more. Raises ValueError for fewer units, and for
+    a quantised drafter.
     """
     config = draft.config
+    if config.precision is not None:
+        raise ValueError(f"precision: expected a drafter of floats, found {config.precision}")
     if intermediate_size < config.intermediate_size:
         raise ValueError(
             f"intermediate_size: expected {config.intermediate_size}, the drafter's own, or more, "
@@ -441,7 +444,7 @@ def widen_mlp(draft: DFlashDraft, intermediate_size: int, key: jax.Array) -> DFl
     config = dataclasses.replace(config, intermediate_size=intermediate_size)
     fresh = init_draft(config, key, draft.dtype)
 
-    def wider(new: DFlashLayer, old: DFlashLayer) -> DFlashLayer:
+    def wider(new: Any, old: Any) -> DFlashLayer:
         units = old.down.shape[1]
         halves = zip(jnp.split(new.gate_up, 2), jnp.split(old.gate_up, 2), strict=True)
         rows = [half.at[:units].set(own) for half, own in halves]

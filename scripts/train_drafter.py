@@ -27,6 +27,7 @@ from dflash_jax.cli import Parser, run_command
 from dflash_jax.config import DFlashConfig
 from dflash_jax.config_json import ARCHITECTURES, config_dict, parse_config
 from dflash_jax.losses import Recipe
+from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, prompt_ids, read_records
 from dflash_jax.shapes import init_draft
 from dflash_jax.targets.loading import load_target
@@ -282,7 +283,7 @@ def make_corpus(args, target, codec, sampling, say) -> data.Corpus:
 def first_draft(args, target, codec):
     """A fresh drafter in the asked shape, or the one to start from."""
     if args.init:
-        draft = load_draft(args.init, target)
+        draft = load_draft(args.init, target, precision=FLOAT)
         block = args.block_size or draft.config.block_size
         draft = draft.replace(config=checked(dataclasses.replace(draft.config, block_size=block)))
         if args.intermediate_size:

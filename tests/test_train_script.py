@@ -7,6 +7,7 @@ import pytest
 import train_drafter
 
 from dflash_jax import load_draft
+from dflash_jax.checkpoint import save_draft
 from dflash_jax.targets.hf import load_hf
 
 TINY = Path(__file__).parent / "oracles" / "tiny"
@@ -43,21 +44,24 @@ SHAPE = ("--taps", 1, 3, "--layers", 1, "--intermediate-size", 64, "--block-size
 
 
 def test_from_nothing_to_another_family(run):
+    """By way of a quantised copy, which is trained on as the floats it stands for."""
     code, base = run("base", *SHAPE)
     assert code == 0
-    options = ["--init", base, "--family", "dflash2", "--rank", 4, "--top-k", 3]
+    target, small = load_hf(TINY / "target"), base.with_name("small")
+    save_draft(load_draft(base, target, precision="int8"), small)
+    options = ["--init", small, "--family", "dflash2", "--rank", 4, "--top-k", 3]
     code, out = run(
         "next", *options, "--block-size", 6, "--weighting", "reach", "--intermediate-size", 96
     )
     assert code == 0
-    draft = load_draft(out, load_hf(TINY / "target"))
+    draft = load_draft(out, target)
     assert draft.config.family == "dflash2"
     assert draft.config.block_size == 6
     assert draft.config.intermediate_size == 96
     report = json.loads((out / "report.json").read_text())
     assert report["lossless"] is True
     assert [k["kind"] for k in report["kinds"]] == ["k0", "k1", "all"]
-    assert report["facts"]["started from"] == str(base)
+    assert report["facts"]["started from"] == str(small)
     assert "4 of 4, 4 sequences x 4 blocks of 6 each" in (out / "README.md").read_text()
 
 
