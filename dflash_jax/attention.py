@@ -4,6 +4,8 @@ One function serves the drafter (non-causal, windowed) and the target's verify (
 carry their absolute positions, so a full cache and a ring are masked by the same rule.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -11,7 +13,7 @@ from flax import struct
 from dflash_jax import kernels
 from dflash_jax.integers import cdiv
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import ABSENT, write_rows
+from dflash_jax.kv import ABSENT, QuantizedRows, Rows, read_rows, write_rows
 from dflash_jax.layers import apply_rope, rms_norm
 
 HeadNorms = tuple[jax.Array, jax.Array] | None
@@ -54,30 +56,35 @@ def append_and_attend(
     norms: HeadNorms,
     eps: float,
     place: BlockPlace,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: Rows,
+    v_cache: Rows,
     *,
     causal: bool,
     window: int | None,
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Rows, Rows]:
     """Norm and rotate a block's heads, append its k and v, attend over context and block.
 
     Args:
       qkv: `[B, rows, (heads + 2 * kv_heads) * D]`, as projected; heads in the order q, k, v.
       norms, eps: RMSNorm of the q and k heads, None for none.
       place: where the block stands.
-      k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw.
+      k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw. Of int8 ones the
+        block's own rows, too, are read as they were written.
       causal, window: see `attention_mask`.
       implementation: the kernels update the caches in place and take blocks of few rows; a wide
         block (a prompt chunk) always runs in the reference, whatever is asked for. "mosaic": on a
         Hopper GPU, in bf16, with heads of 64 or 128 and caches of a multiple of 8 slots; left to
-        choose, where it was measured faster, see `faster_on_hopper`.
+        choose, where it was measured faster, see `faster_on_hopper`. int8 caches are the
+        reference's alone.
 
     Returns attended rows `[B, rows, heads * D]` in qkv's dtype, and both caches with the block's
     rows written. What empty slots hold, NaN included, changes nothing. Raises NotImplementedError
-    as `kernels.resolve` and `kernels.mosaic_kernel` do, or where "mosaic" cannot take the arrays.
+    as `kernels.resolve` and `kernels.mosaic_kernel` do, where "mosaic" cannot take the arrays, and
+    for kernels asked to read int8.
     """
+    if isinstance(k_cache, QuantizedRows):
+        implementation = for_int8(implementation)
     rows, (kv_heads, dim) = qkv.shape[1], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
     batch, slots = qkv.shape[0], k_cache.shape[2]
@@ -107,10 +114,20 @@ def append_and_attend(
     masks = {"causal": causal, "window": window}
     tile = key_tile(qkv.shape[0], rows, heads, k_cache.shape[2])
     if tile is None:
-        attended = block_attention(q, k_cache, v_cache, place.q_pos, place.k_pos, **masks)
+        k, v = (read_rows(cache, q.dtype) for cache in (k_cache, v_cache))
+        attended = block_attention(q, k, v, place.q_pos, place.k_pos, **masks)
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
+
+
+def for_int8(implementation: Implementation) -> Implementation:
+    """The implementation for int8 caches; NotImplementedError where a kernel is asked for."""
+    if implementation in (None, "xla"):
+        return "xla"
+    raise NotImplementedError(
+        f"implementation {implementation!r}: draft KV: expected floats, found int8"
+    )
 
 
 def faster_on_hopper(heads: int, dim: int, slots: int) -> bool:
@@ -212,8 +229,8 @@ def block_attention(
 
 def tiled_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Rows,
+    v: Rows,
     place: BlockPlace,
     tile: int,
     *,
@@ -237,7 +254,8 @@ def tiled_attention(
         most, total, out = carry
         # The last tile is moved back to end with the cache; keys of the one before count once.
         start = jnp.minimum(i * tile, slots - tile)
-        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, start, tile, 2) for x in (k, v))
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile, axis=2)
+        k_tile, v_tile = (read_rows(jax.tree.map(cut, x), q.dtype) for x in (k, v))
         k_pos = jax.lax.dynamic_slice_in_dim(place.k_pos, start, tile, 1)
         k_pos = jnp.where(start + jnp.arange(tile) >= i * tile, k_pos, ABSENT)
         mask = attention_mask(place.q_pos, k_pos, causal=causal, window=window)
