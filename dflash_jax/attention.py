@@ -13,7 +13,7 @@ from flax import struct
 from dflash_jax import kernels
 from dflash_jax.integers import cdiv
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import ABSENT, QuantizedRows, Rows, read_rows, write_rows
+from dflash_jax.kv import ABSENT, Held, QuantizedRows, Rows, read_rows, write_rows
 from dflash_jax.layers import apply_rope, rms_norm
 
 HeadNorms = tuple[jax.Array, jax.Array] | None
@@ -56,13 +56,13 @@ def append_and_attend(
     norms: HeadNorms,
     eps: float,
     place: BlockPlace,
-    k_cache: Rows,
-    v_cache: Rows,
+    k_cache: Held,
+    v_cache: Held,
     *,
     causal: bool,
     window: int | None,
     implementation: Implementation = None,
-) -> tuple[jax.Array, Rows, Rows]:
+) -> tuple[jax.Array, Held, Held]:
     """Norm and rotate a block's heads, append its k and v, attend over context and block.
 
     Args:

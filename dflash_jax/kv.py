@@ -9,7 +9,7 @@ its norm and rope. Whoever reads one reads what was written, in the same call or
 """
 
 import dataclasses
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -49,6 +49,7 @@ class QuantizedRows(struct.PyTreeNode):
 
 
 Rows = jax.Array | QuantizedRows
+Held = TypeVar("Held", bound=Rows)
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedRows:
@@ -216,7 +217,7 @@ def context_end(slots: Slots, slot: jax.Array) -> jax.Array:
     return jnp.max(used, axis=1).astype(jnp.int32)
 
 
-def write_rows(leaf: Rows, rows: Rows, slot: jax.Array) -> Rows:
+def write_rows(leaf: Held, rows: Rows, slot: jax.Array) -> Held:
     """`leaf [B, kv, slots, D]` with `rows [B, rows, kv, D]` written from `slot [B]` on."""
 
     def write(held: jax.Array, new: jax.Array) -> jax.Array:
@@ -254,7 +255,7 @@ def keep_last(slots: Slots, new_pos: jax.Array, rows: int) -> tuple[Slots, jax.A
     return slots.replace(pos=pos, next=jnp.full_like(slots.next, rows)), order
 
 
-def gather_rows(leaf: Rows, rows: Rows, order: jax.Array) -> Rows:
+def gather_rows(leaf: Held, rows: Rows, order: jax.Array) -> Held:
     """The leaf of `keep_last`: rows `order` of [leaf ; rows] at the front of the leaf."""
 
     def gather(held: jax.Array, new: jax.Array) -> jax.Array:
@@ -372,7 +373,7 @@ def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
             pos=mark(book, zero, kept), next=jnp.full_like(book.next, kept.shape[1])
         )
 
-    def put(leaf: Rows, rows: Any, ring: bool) -> Rows:
+    def put(leaf: Held, rows: Any, ring: bool) -> Held:
         first = max(0, count - kv.ring_rows) if ring else 0
         kept = jax.tree.map(lambda x: jnp.asarray(x[:, first:])[None].swapaxes(1, 2), rows)
         return write_rows(leaf, kept, zero)
