@@ -50,6 +50,7 @@ class QuantizedRows(struct.PyTreeNode):
 
 Rows = jax.Array | QuantizedRows
 Held = TypeVar("Held", bound=Rows)
+"""One of the two: what is written into stays what it is."""
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedRows:
