@@ -4,6 +4,7 @@ One function serves the drafter (non-causal, windowed) and the target's verify (
 carry their absolute positions, so a full cache and a ring are masked by the same rule.
 """
 
+from functools import partial
 from types import ModuleType
 
 import jax
@@ -13,7 +14,7 @@ from flax import struct
 from dflash_jax import kernels
 from dflash_jax.integers import cdiv
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import ABSENT, write_rows
+from dflash_jax.kv import ABSENT, Held, QuantizedRows, Rows, read_rows, write_rows
 from dflash_jax.layers import apply_rope, in_parts, linear, rms_norm, summed_in_parts
 from dflash_jax.quant import QuantizedLinear
 
@@ -57,7 +58,7 @@ class BlockPlace(struct.PyTreeNode):
 def project(
     x: jax.Array,
     weight: jax.Array | QuantizedLinear,
-    k_cache: jax.Array,
+    k_cache: Rows,
     implementation: Implementation = None,
 ) -> jax.Array:
     """`linear(x, weight)` of rows `x [B, rows, H]`, as `append_and_attend` takes it.
@@ -82,13 +83,13 @@ def append_and_attend(
     norms: HeadNorms,
     eps: float,
     place: BlockPlace,
-    k_cache: jax.Array,
-    v_cache: jax.Array,
+    k_cache: Held,
+    v_cache: Held,
     *,
     causal: bool,
     window: int | None,
     implementation: Implementation = None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, Held, Held]:
     """Norm and rotate a block's heads, append its k and v, attend over context and block.
 
     Args:
@@ -96,24 +97,29 @@ def append_and_attend(
         f32 `[parts, B, ..]`, which add up to that, see `project`.
       norms, eps: RMSNorm of the q and k heads, None for none.
       place: where the block stands.
-      k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw.
+      k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw. Of int8 ones the
+        block's own rows, too, are read as they were written.
       causal, window: see `attention_mask`.
       implementation: the kernels update the caches in place and take blocks of few rows; a wide
         block (a prompt chunk) always runs in the reference, whatever is asked for. "mosaic": on a
         Hopper GPU, in bf16, with heads of 64 or 128 and caches of a multiple of 8 slots; left to
-        choose, where it was measured faster, see `faster_on_hopper`.
+        choose, where it was measured faster, see `faster_on_hopper`. int8 caches are the
+        reference's alone.
 
-    Returns attended rows `[B, rows, heads * D]` in the caches' dtype, and both caches with the
+    Returns attended rows `[B, rows, heads * D]` in the model's dtype, and both caches with the
     block's rows written. What empty slots hold, NaN included, changes nothing. Raises
-    NotImplementedError as `kernels.resolve` and `kernels.mosaic_kernel` do, or where "mosaic"
-    cannot take the arrays.
+    NotImplementedError as `kernels.resolve` and `kernels.mosaic_kernel` do, where "mosaic" cannot
+    take the arrays, and for kernels asked to read int8.
     """
-    hopper = _hopper(qkv, k_cache, implementation)
-    if hopper is not None:
-        return hopper.append_and_attend(
-            qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
-        )
-    qkv = summed(qkv, k_cache.dtype)
+    if isinstance(k_cache, QuantizedRows):
+        implementation = for_int8(implementation)
+    else:
+        hopper = _hopper(qkv, k_cache, implementation)
+        if hopper is not None:
+            return hopper.append_and_attend(
+                qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
+            )
+        qkv = summed(qkv, k_cache.dtype)
     batch, rows, (kv_heads, dim) = *qkv.shape[:2], (k_cache.shape[1], k_cache.shape[3])
     heads = qkv.shape[2] // dim - 2 * kv_heads
     # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less,
@@ -132,16 +138,17 @@ def append_and_attend(
     masks = {"causal": causal, "window": window}
     tile = key_tile(batch, rows, heads, k_cache.shape[2])
     if tile is None:
-        attended = block_attention(q, k_cache, v_cache, place.q_pos, place.k_pos, **masks)
+        k, v = (read_rows(cache, q.dtype) for cache in (k_cache, v_cache))
+        attended = block_attention(q, k, v, place.q_pos, place.k_pos, **masks)
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
 
 
-def _hopper(
-    qkv: jax.Array, k_cache: jax.Array, implementation: Implementation
-) -> ModuleType | None:
+def _hopper(qkv: jax.Array, k_cache: Rows, implementation: Implementation) -> ModuleType | None:
     """Hopper's kernel where it takes the rows, by name or because it is faster."""
+    if isinstance(k_cache, QuantizedRows):
+        return None
     (batch, rows), (_, kv_heads, slots, dim) = qkv.shape[-3:-1], k_cache.shape
     faster = rows <= NARROW and faster_on_hopper(batch * kv_heads, dim, slots)
     kernel = kernels.mosaic_kernel(implementation, "attention", best=faster)
@@ -151,6 +158,15 @@ def _hopper(
     if refusal is not None and implementation is not None:
         raise NotImplementedError(f"implementation 'mosaic': {refusal}")
     return kernel if refusal is None else None
+
+
+def for_int8(implementation: Implementation) -> Implementation:
+    """The implementation for int8 caches; NotImplementedError where a kernel is asked for."""
+    if implementation in (None, "xla"):
+        return "xla"
+    raise NotImplementedError(
+        f"implementation {implementation!r}: draft KV: expected floats, found int8"
+    )
 
 
 def faster_on_hopper(heads: int, dim: int, slots: int) -> bool:
@@ -252,8 +268,8 @@ def block_attention(
 
 def tiled_attention(
     q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
+    k: Rows,
+    v: Rows,
     place: BlockPlace,
     tile: int,
     *,
@@ -277,7 +293,8 @@ def tiled_attention(
         most, total, out = carry
         # The last tile is moved back to end with the cache; keys of the one before count once.
         start = jnp.minimum(i * tile, slots - tile)
-        k_tile, v_tile = (jax.lax.dynamic_slice_in_dim(x, start, tile, 2) for x in (k, v))
+        cut = partial(jax.lax.dynamic_slice_in_dim, start_index=start, slice_size=tile, axis=2)
+        k_tile, v_tile = (read_rows(jax.tree.map(cut, x), q.dtype) for x in (k, v))
         k_pos = jax.lax.dynamic_slice_in_dim(place.k_pos, start, tile, 1)
         k_pos = jnp.where(start + jnp.arange(tile) >= i * tile, k_pos, ABSENT)
         mask = attention_mask(place.q_pos, k_pos, causal=causal, window=window)

@@ -20,7 +20,7 @@ from dflash_jax import kv as cache
 from dflash_jax import loop
 from dflash_jax.draft import DFlashDraft, ctx_features, ingest_ctx
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import DraftKV
+from dflash_jax.kv import DraftKV, DraftKVDtype
 from dflash_jax.loop import CHUNKS, Caches
 from dflash_jax.propose import Proposal
 from dflash_jax.round import DecodeState, RoundPlan, propose_block, settle_round, window
@@ -97,13 +97,18 @@ def sampling_state(
 
 
 def empty_caches(
-    target: HostedTarget, draft: DFlashDraft | None, batch: int, capacity: int
+    target: HostedTarget,
+    draft: DFlashDraft | None,
+    batch: int,
+    capacity: int,
+    draft_kv_dtype: DraftKVDtype = "auto",
 ) -> Caches:
     """Caches for `capacity` rows a sequence and the padding of a prompt's last chunk."""
     kv, slack = None, CHUNKS[0]
     if draft is not None:
         slack = max(slack, draft.config.block_size + 1)
-        kv = cache.allocate(draft.config, batch, capacity, draft.dtype, overhang=slack)
+        dtype = cache.held_dtype(draft_kv_dtype, draft.dtype)
+        kv = cache.allocate(draft.config, batch, capacity, dtype, slack)
     return Caches(target.init_state(batch, capacity + slack), kv, no_last(target, batch))
 
 

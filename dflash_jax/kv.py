@@ -3,9 +3,13 @@
 Full layers keep every row. Sliding layers read their last `window - 1` rows and keep `window + b`
 (so that a tail may be cut up to a block back); theirs is a ring with room for two appends more,
 which remembers the position in each slot. A slot whose position is ABSENT may hold anything.
+
+Rows are floats, or int8 with scales (`QuantizedRows`) that they become as they are written, k after
+its norm and rope. Whoever reads one reads what was written, in the same call or any later one.
 """
 
 import dataclasses
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +26,60 @@ ABSENT = -1
 """Position of a cache slot that holds nothing: attention never reads it, NaN included."""
 SLOT_STEP = 8
 """A cache has a multiple of so many slots: the rows that bulk copies on a Hopper GPU go by."""
+DraftKVDtype = Literal["auto", "int8"]
+"""What a draft KV holds: floats of the drafter's own dtype, or int8 and scales."""
+MOST = 127
+"""The int8 that a row's largest magnitude becomes."""
+
+
+class QuantizedRows(struct.PyTreeNode):
+    """Rows as int8 `values [..., D]` and f32 `scales [..., 1]`, one a row and head: `q * s`.
+
+    Symmetric: a scale is the row's largest magnitude / 127. That of a row that is not finite is not
+    either, nor then is any number of the row.
+    """
+
+    values: jax.Array
+    scales: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """That of the rows."""
+        return self.values.shape
+
+
+Rows = jax.Array | QuantizedRows
+Held = TypeVar("Held", bound=Rows)
+"""One of the two: what is written into stays what it is."""
+
+
+def quantize_rows(rows: jax.Array) -> QuantizedRows:
+    """Floats `[..., D]` as int8, halves to even; the same bits in whatever program."""
+    x = rows.astype(jnp.float32)
+    largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
+    # Finite, so that 0 stays 0. Products, for a compiler may make one of a quotient, or not.
+    inverse = jnp.minimum(MOST / largest, jnp.finfo(jnp.float32).max)
+    values = jnp.clip(jnp.rint(x * inverse), -MOST, MOST).astype(jnp.int8)
+    return QuantizedRows(values, largest * (1 / MOST))
+
+
+def held_dtype(asked: DraftKVDtype, own: jnp.dtype) -> jnp.dtype:
+    """What `allocate` is told for a drafter of dtype `own`."""
+    return own if asked == "auto" else jnp.dtype(asked)
+
+
+def read_rows(rows: Rows, dtype: jnp.dtype) -> jax.Array:
+    """The rows as floats."""
+    if isinstance(rows, QuantizedRows):
+        rows = rows.values.astype(jnp.float32) * rows.scales
+    return rows.astype(dtype)
+
+
+def rows_as(leaf: Rows, rows: Rows) -> Rows:
+    """The rows in the form in which `leaf` holds its own; int8 as they are where it holds int8."""
+    if not isinstance(leaf, QuantizedRows):
+        return read_rows(rows, leaf.dtype)
+    return rows if isinstance(rows, QuantizedRows) else quantize_rows(rows)
 
 
 class Slots(struct.PyTreeNode):
@@ -38,14 +96,14 @@ class Slots(struct.PyTreeNode):
 class DraftKV(struct.PyTreeNode):
     """Per-layer K (normed, roped) and V (raw) of the context rows.
 
-    k, v: one leaf a layer, `[B, kv_heads, slots, D]`. len: `[B]`, rows committed so far.
+    k, v: rows a layer, `[B, kv_heads, slots, D]`. len: `[B]`, rows committed so far.
     floor: `[B]`, first context row that exists. full, ring: the slot books of the two kinds of
     layer; `ring` is None where no layer is bounded by its window. ring_rows: the latest rows a ring
     always holds. slack: the most rows of one append or block.
     """
 
-    k: list[jax.Array]
-    v: list[jax.Array]
+    k: list[Rows]
+    v: list[Rows]
     len: jax.Array
     floor: jax.Array
     full: Slots
@@ -68,7 +126,7 @@ def allocate(
     overhang: int = 0,
     mesh: Mesh | None = None,
 ) -> DraftKV:
-    """An empty cache for `capacity` context rows a sequence.
+    """An empty cache for `capacity` context rows a sequence; of dtype int8, of `QuantizedRows`.
 
     One block or per-round append may bring block_size + 1 rows (`slack`). `overhang`, where
     larger, leaves that many slots past capacity for the padding rows of a prompt's last chunk.
@@ -84,9 +142,14 @@ def allocate(
     ring_layers = tuple(bounded and w is not None for w in config.layer_window)
     heads, dim = config.num_key_value_heads, config.head_dim
 
-    def leaves() -> list[jax.Array]:
-        sizes = [ring_slots if ring else full_slots for ring in ring_layers]
-        return [jnp.zeros((batch, heads, size, dim), dtype) for size in sizes]
+    def rows(slots: int) -> Rows:
+        values = jnp.zeros((batch, heads, slots, dim), dtype)
+        if dtype != jnp.int8:
+            return values
+        return QuantizedRows(values, jnp.zeros((batch, heads, slots, 1), jnp.float32))
+
+    def leaves() -> list[Rows]:
+        return [rows(ring_slots if ring else full_slots) for ring in ring_layers]
 
     def book(slots: int, ring: bool) -> Slots:
         absent = jnp.full((batch, slots), ABSENT, jnp.int32)
@@ -155,9 +218,13 @@ def context_end(slots: Slots, slot: jax.Array) -> jax.Array:
     return jnp.max(used, axis=1).astype(jnp.int32)
 
 
-def write_rows(leaf: jax.Array, rows: jax.Array, slot: jax.Array) -> jax.Array:
+def write_rows(leaf: Held, rows: Rows, slot: jax.Array) -> Held:
     """`leaf [B, kv, slots, D]` with `rows [B, rows, kv, D]` written from `slot [B]` on."""
-    return write_at(leaf, rows.astype(leaf.dtype).swapaxes(1, 2), slot, axis=2)
+
+    def write(held: jax.Array, new: jax.Array) -> jax.Array:
+        return write_at(held, new.swapaxes(1, 2), slot, axis=2)
+
+    return jax.tree.map(write, leaf, rows_as(leaf, rows))
 
 
 def write_at(buffer: jax.Array, values: jax.Array, start: jax.Array, axis: int) -> jax.Array:
@@ -189,11 +256,15 @@ def keep_last(slots: Slots, new_pos: jax.Array, rows: int) -> tuple[Slots, jax.A
     return slots.replace(pos=pos, next=jnp.full_like(slots.next, rows)), order
 
 
-def gather_rows(leaf: jax.Array, rows: jax.Array, order: jax.Array) -> jax.Array:
+def gather_rows(leaf: Held, rows: Rows, order: jax.Array) -> Held:
     """The leaf of `keep_last`: rows `order` of [leaf ; rows] at the front of the leaf."""
-    everything = jnp.concatenate([leaf, rows.astype(leaf.dtype).swapaxes(1, 2)], axis=2)
-    kept = jnp.take_along_axis(everything, order[:, None, :, None], axis=2)
-    return jax.lax.dynamic_update_slice(leaf, kept, (0, 0, 0, 0))
+
+    def gather(held: jax.Array, new: jax.Array) -> jax.Array:
+        everything = jnp.concatenate([held, new.swapaxes(1, 2)], axis=2)
+        kept = jnp.take_along_axis(everything, order[:, None, :, None], axis=2)
+        return jax.lax.dynamic_update_slice(held, kept, (0, 0, 0, 0))
+
+    return jax.tree.map(gather, leaf, rows_as(leaf, rows))
 
 
 def cold(kv: DraftKV, position: int) -> DraftKV:
@@ -208,14 +279,15 @@ class DraftTail:
     """The latest context rows of one sequence, enough to go on drafting elsewhere.
 
     base: absolute position of the first row; len: rows committed where it was cut (positions end
-    at len - 1); floor: the exporter's floor. k, v: a leaf a layer, `[kv_heads, rows, D]`.
+    at len - 1); floor: the exporter's floor. k, v: rows a layer, `[kv_heads, rows, D]` on the host,
+    `QuantizedRows` of an int8 cache.
     """
 
     base: int
     len: int
     floor: int
-    k: list[np.ndarray]
-    v: list[np.ndarray]
+    k: list[Any]
+    v: list[Any]
 
 
 def readable_rows(config: DFlashConfig) -> int | None:
@@ -246,10 +318,11 @@ def export_tail(
             raise ValueError(f"upto: expected at least {earliest}, found {upto}")
     wanted = np.arange(upto - count, upto)
 
-    def rows(leaf: jax.Array, layer: int) -> np.ndarray:
+    def rows(leaf: Rows, layer: int) -> Any:
         pos = np.asarray(kv.slots_of(layer).pos[sequence])
         order = np.argsort(pos, kind="stable")
-        return np.asarray(leaf[sequence])[:, order[np.searchsorted(pos[order], wanted)]]
+        slots = order[np.searchsorted(pos[order], wanted)]
+        return jax.tree.map(lambda x: np.asarray(x[sequence])[:, slots], leaf)
 
     k = [rows(leaf, i) for i, leaf in enumerate(kv.k)]
     v = [rows(leaf, i) for i, leaf in enumerate(kv.v)]
@@ -259,6 +332,8 @@ def export_tail(
 def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
     """`kv` (empty, one sequence) with a tail's rows; its floor is the tail's first row.
 
+    Floats go to an int8 cache as the rows that it would have made itself, int8 to a cache of
+    floats as the floats that they stand for.
     ValueError naming what does not fit: layers, row shape, length against capacity, a tail that
     does not end at its own length, or one shorter than what the drafter may read.
     """
@@ -276,6 +351,9 @@ def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
                 f"tail: expected its last row at {tail.len - 1}, found {tail.base} + "
                 f"{leaf.shape[1]} rows"
             )
+        scales = (*leaf.shape[:2], 1)
+        if isinstance(leaf, QuantizedRows) and leaf.scales.shape != scales:
+            raise ValueError(f"tail: expected scales {scales}, found {leaf.scales.shape}")
     count, readable = tail.len - tail.base, readable_rows(config)
     needed = tail.len - tail.floor
     if readable is not None:
@@ -296,9 +374,10 @@ def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
             pos=mark(book, zero, kept), next=jnp.full_like(book.next, kept.shape[1])
         )
 
-    def put(leaf: jax.Array, rows: np.ndarray, ring: bool) -> jax.Array:
-        kept = rows[:, -min(count, kv.ring_rows) :] if ring and count else rows
-        return write_rows(leaf, jnp.asarray(kept)[None].swapaxes(1, 2), zero)
+    def put(leaf: Held, rows: Any, ring: bool) -> Held:
+        first = max(0, count - kv.ring_rows) if ring else 0
+        kept = jax.tree.map(lambda x: jnp.asarray(x[:, first:])[None].swapaxes(1, 2), rows)
+        return write_rows(leaf, kept, zero)
 
     return kv.replace(
         k=[put(a, b, r) for a, b, r in zip(kv.k, tail.k, kv.ring_layers, strict=True)],

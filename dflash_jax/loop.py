@@ -13,7 +13,7 @@ from dflash_jax import kv as cache
 from dflash_jax import sharding
 from dflash_jax.draft import DFlashDraft, ctx_features, for_rounds, ingest_ctx
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import DraftKV
+from dflash_jax.kv import DraftKV, DraftKVDtype
 from dflash_jax.propose import first_fault
 from dflash_jax.round import DecodeState, RoundPlan, spec_round
 from dflash_jax.sampling import (
@@ -53,15 +53,21 @@ Sequences = tuple[DecodeState, jax.Array]
 """A state and the stop ids `[B, n]` of its sequences."""
 
 
-@partial(jax.jit, static_argnames=("batch", "capacity"))
-def empty_caches(target: Target, draft: DFlashDraft | None, batch: int, capacity: int) -> Caches:
+@partial(jax.jit, static_argnames=("batch", "capacity", "draft_kv_dtype"))
+def empty_caches(
+    target: Target,
+    draft: DFlashDraft | None,
+    batch: int,
+    capacity: int,
+    draft_kv_dtype: DraftKVDtype = "auto",
+) -> Caches:
     """Caches for `capacity` rows a sequence and the padding of a prompt's last chunk."""
     slack = CHUNKS[0] if draft is None else max(CHUNKS[0], draft.config.block_size + 1)
     state = target.init_state(batch, capacity + slack)
     kv = None
     if draft is not None:
-        room = {"overhang": slack, "mesh": draft.mesh}
-        kv = cache.allocate(draft.config, batch, capacity, draft.dtype, **room)
+        dtype = cache.held_dtype(draft_kv_dtype, draft.dtype)
+        kv = cache.allocate(draft.config, batch, capacity, dtype, slack, draft.mesh)
     return Caches(state, kv, no_last(target, batch))
 
 
@@ -342,7 +348,7 @@ def read_alone(
     """
     copies = sharding.groups(getattr(target, "mesh", None))
     rows, stops = [ids] * copies, jnp.tile(stop_ids[None], (copies, 1))
-    caches = empty_caches(target, draft, copies, plan.capacity)
+    caches = empty_caches(target, draft, copies, plan.capacity, plan.draft_kv_dtype)
     caches = prefill(target, draft, caches, rows, [0] * copies, plan.capacity, plan.implementation)
     state = start(
         target,

@@ -9,10 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax import kernels, sharding
+from dflash_jax.attention import for_int8
 from dflash_jax.config import DSparkHarvest, resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.integers import round_up
 from dflash_jax.kernels import Implementation
+from dflash_jax.kv import DraftKVDtype
 from dflash_jax.propose import RowDraws
 from dflash_jax.round import RoundPlan
 from dflash_jax.sampling import SamplingParams
@@ -42,6 +44,7 @@ def round_plan(
     widths: Sequence[int] | None = None,
     costs: Costs | None = None,
     row_draws: RowDraws = "argmax",
+    draft_kv_dtype: DraftKVDtype = "auto",
     logprobs: bool = False,
     implementation: Implementation = None,
     capacity: int = 1,
@@ -75,6 +78,10 @@ def round_plan(
     width = between("verify_width", verify_width, 2, harvest.drafts(block) + 1)
     if row_draws not in get_args(RowDraws):
         raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")
+    if draft_kv_dtype not in get_args(DraftKVDtype):
+        raise ValueError(f"draft_kv_dtype: expected 'auto' or 'int8', found {draft_kv_dtype!r}")
+    if draft_kv_dtype == "int8":
+        for_int8(implementation)
     policy = resolve_policy(
         policy,
         is_dspark=draft.config.family == "dspark",
@@ -87,6 +94,7 @@ def round_plan(
         policy=policy,
         widths=_widths(policy, widths, costs, width),
         row_draws=row_draws,
+        draft_kv_dtype=draft_kv_dtype,
         **same,
     )
 

@@ -218,9 +218,8 @@ def plan_memory(
     compiled: compile both programs here and take their working memory from the compiler.
     NotImplementedError for an estimate of a target other than the dense decoder.
     """
-    caches = jax.eval_shape(
-        partial(loop.empty_caches, batch=batch, capacity=plan.capacity), target, draft
-    )
+    room = {"capacity": plan.capacity, "draft_kv_dtype": plan.draft_kv_dtype}
+    caches = jax.eval_shape(partial(loop.empty_caches, batch=batch, **room), target, draft)
     state = _state(target, caches, plan, batch, sampler, history, meter)
     mesh, layout = getattr(target, "mesh", None), _layout(target, draft, state)
     working = None
@@ -343,7 +342,10 @@ def _estimates(target, draft, plan, chunk, dtype, state) -> tuple[int, int]:
     copies = SAMPLED if plan.sampled else 1
     if draft is not None:
         slots = max(leaf.shape[2] for leaf in state.draft.k)
-        own = _attention(sharding.share(draft), batch, plan.block_size, slots, size)
+        shared = sharding.share(draft)
+        own = _attention(shared, batch, plan.block_size, slots, size)
+        if plan.draft_kv_dtype == "int8":  # its keys, too, as floats
+            own += batch * shared.kv_size * slots * size
         attention = max(attention, own)
         copies += draft.markov is not None or draft.dflash2 is not None
     copies += state.history is not None

@@ -17,7 +17,7 @@ from dflash_jax import sharding
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ctx
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import DraftKV, write_at
+from dflash_jax.kv import DraftKV, DraftKVDtype, write_at
 from dflash_jax.layers import scaled
 from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
 from dflash_jax.sampling import Sampler, leading_count, shaped_logits
@@ -41,6 +41,7 @@ class RoundPlan:
     sampled: whether any sequence samples; row_draws: see `propose.propose`.
     logprobs: whether to keep the target's log-probability of every emitted token.
     implementation: of the ops that have kernels, see `kernels.resolve`.
+    draft_kv_dtype: what the drafter's cache holds.
     """
 
     block_size: int
@@ -53,6 +54,7 @@ class RoundPlan:
     row_draws: RowDraws = "argmax"
     logprobs: bool = False
     implementation: Implementation = None
+    draft_kv_dtype: DraftKVDtype = "auto"
 
 
 class DecodeState(struct.PyTreeNode):

@@ -15,7 +15,7 @@ from dflash_jax import kv as cache
 from dflash_jax.config import DSparkHarvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import DraftTail
+from dflash_jax.kv import DraftKVDtype, DraftTail
 from dflash_jax.options import (
     ALL_ROUNDS,
     between,
@@ -57,6 +57,7 @@ class SessionOptions(TypedDict, total=False):
     costs: Costs | None
     sampling: SamplingParams | Sequence[SamplingParams]
     row_draws: RowDraws
+    draft_kv_dtype: DraftKVDtype
     logprobs: bool
     implementation: Implementation
     mesh: AnyMesh | None
@@ -135,6 +136,8 @@ class SpecSession:
         prompts of a capacity are opened.
       sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
       row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
+      draft_kv_dtype: "int8" holds the drafter's cache as int8 and scales, see `kv.QuantizedRows`;
+        default "auto", the drafter's own floats.
       logprobs: keep the target's log-probability of each emitted token.
       implementation: "xla" or "pallas" for the ops that have kernels, "mosaic" for attention on a
         Hopper GPU; default what each op takes by itself, see `kernels`. NotImplementedError where
@@ -166,6 +169,7 @@ class SpecSession:
         costs: Costs | None = None,
         sampling: SamplingParams | Sequence[SamplingParams] = GREEDY,
         row_draws: RowDraws = "argmax",
+        draft_kv_dtype: DraftKVDtype = "auto",
         logprobs: bool = False,
         implementation: Implementation = None,
         mesh: AnyMesh | None = None,
@@ -185,6 +189,7 @@ class SpecSession:
             widths=widths,
             costs=costs,
             row_draws=row_draws,
+            draft_kv_dtype=draft_kv_dtype,
             logprobs=logprobs,
             implementation=implementation,
         )
@@ -222,7 +227,7 @@ class SpecSession:
         tick: told of prompt rows as they are read, see `loop.prefill`.
         """
         rows, budget = self._admit(prompts, max_new_tokens)
-        caches = self._driver.empty_caches(self.target, self.draft, len(rows), self.plan.capacity)
+        caches = self._empty_caches(len(rows))
         self._tick = tick
         began = time.perf_counter()
         caches, done = self._draft_start(caches, rows, draft_from, tail)
@@ -239,7 +244,7 @@ class SpecSession:
         """
         rows, budget = self._admit(prompts, max_new_tokens)
         plan, counts = self.plan, [len(row) for row in rows]
-        caches = self._driver.empty_caches(self.target, self.draft, len(rows), plan.capacity)
+        caches = self._empty_caches(len(rows))
         caches = self._driver.warm_up(
             self.target, self.draft, caches, counts, plan.capacity, plan.implementation, self._chunk
         )
@@ -388,6 +393,10 @@ class SpecSession:
             # Before the caches, too: measuring takes as much memory as they do.
             self.costs = self._given_costs or self._measured_costs(len(rows))
         return rows, budget
+
+    def _empty_caches(self, batch: int) -> loop.Caches:
+        room = self.plan.capacity, self.plan.draft_kv_dtype
+        return self._driver.empty_caches(self.target, self.draft, batch, *room)
 
     def _measured_costs(self, batch: int) -> Costs:
         """What rounds of the plan cost, measured where this session has not done that already."""

@@ -19,7 +19,7 @@ import json
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jax
 
@@ -27,6 +27,7 @@ from dflash_jax import generate, load_draft
 from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.cli import Parser, run_command
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.kv import DraftKVDtype
 from dflash_jax.quant import FLOAT, PRECISIONS
 from dflash_jax.ranks import corpus_ranks
 from dflash_jax.records import HELDOUT, prompt_ids, read_records
@@ -48,6 +49,7 @@ def parser() -> Parser:
     add("--count", type=int, default=8, help="prompts, spread over the file (default: 8)")
     add("--max-new-tokens", type=int, default=64)
     add("--dtype", choices=["float32", "bfloat16"], help="default: f32 on a CPU, bf16 off it")
+    add("--draft-kv-dtype", choices=get_args(DraftKVDtype), default="auto", help="of the cache")
     add("--implementation", choices=["auto", "xla", "pallas"], default="auto")
     add(
         "--measured-window",
@@ -79,7 +81,7 @@ def decode(loaded: LoadedTarget, draft: DFlashDraft | None, prompts, args) -> di
     """
     options: dict[str, Any] = {"implementation": _implementation(args)}
     if draft is not None:
-        options["policy"] = DSparkVtPolicy("fixed")
+        options |= {"policy": DSparkVtPolicy("fixed"), "draft_kv_dtype": args.draft_kv_dtype}
         if args.measured_window:
             options |= measured_window(draft.config.family, jax.default_backend())
     room = max(map(len, prompts)) + args.max_new_tokens
@@ -128,6 +130,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         "max_new_tokens": args.max_new_tokens,
         "measured_window": args.measured_window,
         "batched": args.batched,
+        "draft_kv_dtype": args.draft_kv_dtype,
         "implementation": args.implementation,
         "ranks": args.ranks or "by id",
         "plain_step_ms": plain["round_ms"],

@@ -199,6 +199,14 @@ def test_a_report_is_kept(tmp_path):
     assert told["trials"][0]["figures"]["histogram"] == {"1": 1, "3": 1}
 
 
+def test_what_was_drafted_with_is_told():
+    """Reports of before there were int8 caches say nothing of them."""
+    ours = report()
+    assert "with d (dflash, float): 2 prompts" in next(tables(ours))
+    int8 = dataclasses.replace(ours, drafter={**ours.drafter, "kv_dtype": "int8"})
+    assert "with d (dflash, float, int8 draft KV): 2 prompts" in next(tables(int8))
+
+
 @pytest.mark.parametrize(
     "text",
     ["", "{", "[]", "{}", '{"format": 2}', '{"format": 1, "trials": [{}]}', "[" * 100000, "NaN"],

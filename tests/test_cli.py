@@ -550,10 +550,10 @@ def test_what_export_refuses(options, message, tmp_path, capsys):
 
 
 def test_a_drafter_is_quantised_and_trimmed_as_it_loads(cli):
-    report = json.loads(
-        cli("--json", "--draft-precision", "q8_0", "--draft-head-rows", 200, draft="dflash2")
-    )
-    assert (report["draft_precision"], report["draft_head_rows"]) == ("q8_0", 200)
+    options = ("--draft-precision", "q8_0", "--draft-head-rows", 200, "--draft-kv-dtype", "int8")
+    report = json.loads(cli("--json", *options, draft="dflash2"))
+    told = [report[f"draft_{name}"] for name in ("precision", "head_rows", "kv_dtype")]
+    assert told == ["q8_0", 200, "int8"]
     plain = generate(trained("dflash2")[0], None, PROMPT, COUNT)
     assert report["token_ids"] == plain.token_ids
 

@@ -22,6 +22,7 @@ from dflash_jax import (
 )
 from dflash_jax.cli import main
 from dflash_jax.compare import top2_gap
+from dflash_jax.kv import QuantizedRows
 from dflash_jax.window import DSparkVtPolicy
 
 TEXTS = [list(b"def add(first, second):\n    return first"), list(b"import os, s")]
@@ -62,6 +63,16 @@ def test_table_rounds_and_plain_steps_too():
     outs = same(TARGET, DRAFT, PROMPTS, [9, 30])
     assert {1, 3, 4} <= {gain for out in outs for gain in out.acceptance_lengths}
     same(TARGET, None, PROMPTS, [9, 5])
+
+
+def test_a_draft_kv_of_int8():
+    session = SpecSession(HostedDense(TARGET), DRAFT, draft_kv_dtype="int8")
+    session.open([[7]], 9)
+    assert isinstance(session.state.draft.k[0], QuantizedRows)
+    session.burst()
+    [result] = session.results()
+    assert result.token_ids == chain(TARGET, 7, 9)
+    assert result.accepted > 0
 
 
 def test_only_what_is_live_runs_and_only_as_wide_as_needed():

@@ -200,11 +200,12 @@ def test_a_projection_stays_in_parts_where_the_kernel_sums_them(on_hopper, rows,
     assert found.dtype == (F32 if in_parts else x.dtype)
 
 
-def test_a_quantised_projection_and_a_shards_are_summed(on_hopper):
+def test_projections_into_an_int8_cache_of_integers_and_of_a_shard_are_summed(on_hopper):
     x, cached = jnp.zeros((1, 12, 64), BF16), jnp.zeros((1, 3, 160, 64), BF16)
     weight = jnp.ones((960, 64), BF16)
     integers = quant.quantize(np.asarray(weight), "int8")
     assert jax.eval_shape(project, x, integers, cached).shape == (1, 12, 960)
+    assert jax.eval_shape(project, x, weight, quantize_rows(cached)).shape == (1, 12, 960)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("model",))):
         assert jax.eval_shape(project, x, weight, cached).shape == (1, 12, 960)
 

@@ -76,13 +76,18 @@ COSTS = {1: 1.0, 2: 1.2, 4: 1.5}
 
 @pytest.mark.parametrize(
     ("batch", "options"),
-    [(1, {}), (3, {}), (2, {"policy": DSparkVtPolicy("cost"), "costs": COSTS})],
-    ids=["1", "3", "cost"],
+    [
+        (1, {}),
+        (3, {}),
+        (2, {"policy": DSparkVtPolicy("cost"), "costs": COSTS}),
+        (3, {"draft_kv_dtype": "int8"}),
+    ],
+    ids=["1", "3", "cost", "int8"],
 )
 def test_no_cache_is_copied_inside_the_loop(batch, options):
     session = opened(batch, **options)
-    caches = session.state.target.k + session.state.target.v
-    caches += session.state.draft.k + session.state.draft.v
+    target, kv = session.state.target, session.state.draft
+    caches = jax.tree.leaves((target.k, target.v, kv.k, kv.v))
     text = loop.decode.lower(*arguments(session, 5)).compile().as_text()
     copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(", text)
     sizes = {np.prod([int(n) for n in shape.split(",") if n]) for shape in copied}

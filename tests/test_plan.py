@@ -73,6 +73,18 @@ def test_rings_and_full_layers_are_told_apart():
     assert long.draft_full - short.draft_full == 512 * (2 * draft.config.kv_size * 4 + 4)
 
 
+def test_a_draft_kv_of_int8_has_a_scale_for_each_row_and_head():
+    target, draft = sliding_pair()
+    heads, dim = draft.config.num_key_value_heads, draft.config.head_dim
+    floats, int8 = (
+        SpecSession(target, draft, draft_kv_dtype=dtype).memory(512) for dtype in ("auto", "int8")
+    )
+    for part, rows in (("draft_full", 512 + 16), ("draft_ring", 32 + 8 + 2 * 9 + 6)):
+        saved = getattr(floats, part) - getattr(int8, part)
+        assert saved == 2 * rows * heads * (3 * dim - 4)
+    assert int8.target_kv == floats.target_kv and int8.books == floats.books
+
+
 def test_the_plan_of_plain_decoding_has_no_drafter():
     target, _ = trained("dflash")
     told = SpecSession(target, None).memory(256)
@@ -103,17 +115,18 @@ WHOLE = pytest.mark.filterwarnings("ignore:.* whole on each of")
 
 @WHOLE
 @pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
-@pytest.mark.parametrize("precision", [None, "q4_0"])
-def test_over_a_mesh_weights_and_caches_are_what_one_device_holds(shape, precision):
+@pytest.mark.parametrize(("precision", "kv_dtype"), [(None, "auto"), ("q4_0", "int8")])
+def test_over_a_mesh_weights_and_caches_are_what_one_device_holds(shape, precision, kv_dtype):
     """To the byte: shares of what is split, all of what is not, and no device is needed to say."""
     abstract = abstract_models_of("dspark", precision)
-    session = SpecSession(*abstract, mesh=sharding.planned_mesh(*shape), capacity=300)
+    options = {"capacity": 300, "draft_kv_dtype": kv_dtype}
+    session = SpecSession(*abstract, mesh=sharding.planned_mesh(*shape), **options)
     told, mesh = session.memory(300, 4), sharding.make_mesh(*shape)
     target = sharding.shard(trained("dspark")[0], mesh)
     draft = load_draft(ORACLES / "tiny" / "dspark", target, F32, precision=precision)
     assert sum(part.nbytes for part in told.target) == held(target)
     assert sum(part.nbytes for part in told.draft) == held(draft)
-    caches = loop.empty_caches(target, draft, 4, 300)
+    caches = loop.empty_caches(target, draft, 4, **options)
     assert told.target_kv == held(caches.target)
     assert told.draft_full + told.draft_ring == held(caches.draft)
     assert told.devices == shape

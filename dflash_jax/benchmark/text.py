@@ -9,15 +9,14 @@ from dflash_jax.keys import printable
 
 def tables(report: Report) -> Iterator[str]:
     """The report as text: every setting, and of the fastest its slots, rounds and prompts."""
-    given, drafter = report.conditions, report.drafter
+    given = report.conditions
     greedy = given["sampling"]["temperature"] == 0
     law = "greedy" if greedy else f"temperature {given['sampling']['temperature']:g}"
     chat = "chat template" if given["chat_template"] else "no chat template"
     told = [f"{name}={json.dumps(value)}" for name, value in given["template_args"].items()]
     yield (
-        f"{given['target']} ({given['dtype']}) with {drafter['name']} ({drafter['family']}, "
-        f"{drafter['precision']}): {given['prompts']} prompts x {given['max_new_tokens']} tokens, "
-        f"{law}, {' '.join([chat, *told])}"
+        f"{given['target']} ({given['dtype']}) with {_drafter(report)}: {given['prompts']} prompts "
+        f"x {given['max_new_tokens']} tokens, {law}, {' '.join([chat, *told])}"
     )
     versions = ", ".join(f"{name} {version}" for name, version in report.versions.items())
     yield f"{given['device']}, {versions}"
@@ -83,13 +82,18 @@ def _prompts(trial: Trial) -> Iterator[str]:
         )
 
 
+def _drafter(report: Report) -> str:
+    """What was drafted with; reports written before there were int8 caches do not speak of them."""
+    told = report.drafter
+    held = ", int8 draft KV" if told.get("kv_dtype") == "int8" else ""
+    return f"{told['name']} ({told['family']}, {told['precision']}{held})"
+
+
 def changes(file: str, before: Report, pairs: list[tuple[Trial, Trial]]) -> Iterator[str]:
     """What differs from an earlier report, setting by setting."""
     versions = ", ".join(f"{name} {version}" for name, version in before.versions.items())
-    drafter = before.drafter
     yield ""
-    what = f"{drafter['name']} ({drafter['family']}, {drafter['precision']})"
-    yield f"against {file}: {what}, {versions}"
+    yield f"against {file}: {_drafter(before)}, {versions}"
     for ours, theirs in pairs:
         rate = ours.tokens_per_second / theirs.tokens_per_second if theirs.tokens_per_second else 0
         yield (

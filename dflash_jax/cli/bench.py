@@ -296,6 +296,7 @@ def drafter_of(args: argparse.Namespace, draft: DFlashDraft) -> dict[str, Any]:
         "block_size": draft.config.block_size,
         "precision": draft.config.precision or FLOAT,
         "head_rows": draft.head.d2t.shape[0] if draft.head is not None else None,
+        "kv_dtype": args.draft_kv_dtype or "auto",
         "harvest": resolve_harvest(draft.config, args.harvest).name.lower(),
     }
 

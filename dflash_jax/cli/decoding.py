@@ -9,6 +9,7 @@ import jax
 from dflash_jax.checkpoint import shipped_drafts
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
+from dflash_jax.kv import DraftKVDtype
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import (
@@ -47,8 +48,28 @@ def add_decoding(parser: Any, several: bool = False) -> None:
         metavar="TOKEN",
         help="one more stop token, as text or id; may be repeated",
     )
+    add_draft_kv(parser)
     parser.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
     parser.add_argument("--chunk", type=int, metavar="ROWS", help="rows of a prompt read at once")
+
+
+def add_draft_kv(parser: Any) -> None:
+    """Add --draft-kv-dtype."""
+    parser.add_argument(
+        "--draft-kv-dtype",
+        choices=get_args(DraftKVDtype),
+        help="of the drafter's cache: int8 is a quarter of f32, half of bf16 (default: auto, the "
+        "drafter's own floats)",
+    )
+
+
+def draft_kv_options(args: argparse.Namespace, draft: DFlashDraft | None) -> dict[str, Any]:
+    """The `SpecSession` option of --draft-kv-dtype, where it is given."""
+    if args.draft_kv_dtype is None:
+        return {}
+    if draft is None:
+        raise ValueError("--draft-kv-dtype: expected a drafter to apply it to, found --draft none")
+    return {"draft_kv_dtype": args.draft_kv_dtype}
 
 
 def _add_round(parser: Any, many: dict[str, Any]) -> None:
@@ -110,6 +131,7 @@ def session_options(
         "capacity": args.capacity,
         "chunk": args.chunk,
         "sampling": _sampling(args),
+        **draft_kv_options(args, draft),
     }
     if args.tau is not None and args.window_policy not in ("confidence", "confidence-slot"):
         raise ValueError(

@@ -245,6 +245,7 @@ def _report(
         "family": None if draft is None else draft.config.family,
         "draft_precision": None if draft is None else draft.config.precision or FLOAT,
         "draft_head_rows": draft.head.d2t.shape[0] if draft and draft.head else None,
+        "draft_kv_dtype": None if draft is None else args.draft_kv_dtype or "auto",
         "target": loaded.name,
         "template_args": prompts.template_args(args, loaded),
         "dtype": str(loaded.target.embedding.dtype),

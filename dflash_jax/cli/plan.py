@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from dflash_jax.cli.cache import add_compile_cache
+from dflash_jax.cli.decoding import add_draft_kv, draft_kv_options
 from dflash_jax.cli.devices import add_mesh, mesh_of
 from dflash_jax.cli.models import abstract_models, add_models
 from dflash_jax.plan import amount
@@ -30,6 +31,7 @@ def add(commands: Any) -> None:
     plan.add_argument("--capacity", type=int, metavar="ROWS", help="context rows to allocate")
     plan.add_argument("--chunk", type=int, metavar="ROWS", help="rows of a prompt read at once")
     plan.add_argument("--block-size", type=int, metavar="B", help="rows drafted a round")
+    add_draft_kv(plan)
     plan.add_argument(
         "--compiled",
         action="store_true",
@@ -53,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
         chunk=args.chunk,
         block_size=args.block_size,
         mesh=mesh,
+        **draft_kv_options(args, draft),
     )
     context = min(4096, target.max_positions) if args.context is None else args.context
     plan = session.memory(context, args.batch, compiled=args.compiled)
