@@ -205,7 +205,7 @@ def test_projections_into_an_int8_cache_of_integers_and_of_a_shard_are_summed(on
     weight = jnp.ones((960, 64), BF16)
     integers = quant.quantize(np.asarray(weight), "int8")
     assert jax.eval_shape(project, x, integers, cached).shape == (1, 12, 960)
-    assert jax.eval_shape(project, x, weight, quantize_rows(cached)).shape == (1, 12, 960)
+    assert jax.eval_shape(project, x, weight, cache.quantize_rows(cached)).shape == (1, 12, 960)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("model",))):
         assert jax.eval_shape(project, x, weight, cached).shape == (1, 12, 960)
 
