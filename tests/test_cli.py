@@ -409,7 +409,7 @@ def test_text_needs_a_tokenizer(capsys):
     assert "expected a tokenizer beside it (or --ids), found none" in capsys.readouterr().err
 
 
-def test_the_default_drafter_is_the_best_for_what_is_asked():
+def test_the_default_drafter_is_the_best_for_what_is_asked(monkeypatch):
     def chosen(*given):
         return draft_name(make_parser().parse_args([*given]))
 
@@ -418,6 +418,9 @@ def test_the_default_drafter_is_the_best_for_what_is_asked():
         assert chosen(*command, "--temperature", "0.8") == "dflash2"
         assert chosen(*command, "--temperature", "0.8", "--draft", "dflash") == "dflash"
     assert chosen("plan") == "dspark"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen("generate", "x") == "dflash"
+    assert chosen("generate", "x", "--temperature", "0.8") == "dflash2"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
