@@ -27,7 +27,8 @@ CLUSTERS = 16
 LONG = 8192
 """Slots of a cache from which on it is a long one."""
 PARTS = 4
-"""Most parts of a projection that Hopper's kernel sums: each block reads those of its heads."""
+"""Most parts of a projection that Hopper's kernel sums: as many as XLA made of it by itself. Each
+block reads those of its heads; eight took as long."""
 SCORE_BYTES = 1 << 28
 """Most bytes of scores that a tile makes: what bounds a prompt chunk's memory at any context."""
 TILES = (2048, 1024, 512, 256)
@@ -55,7 +56,7 @@ class BlockPlace(struct.PyTreeNode):
     ring: bool = struct.field(pytree_node=False, default=False)
 
 
-def project(
+def project_qkv(
     x: jax.Array,
     weight: jax.Array | QuantizedLinear,
     k_cache: Rows,
@@ -66,15 +67,15 @@ def project(
     Few rows of a small model whose attention is Hopper's own stay in parts, which that kernel sums
     without a launch for it. One row is faster in one sum, heads of 128 were not measured.
     """
-    narrow = x.shape[1] > 1 and k_cache.shape[3] < 128
-    few = narrow and _hopper(x, k_cache, implementation) is not None
-    if few and summed_in_parts(weight, x, implementation):
+    several = x.shape[1] > 1 and k_cache.shape[3] < 128
+    hopper = several and _hopper(x, k_cache, implementation) is not None
+    if hopper and summed_in_parts(weight, x, implementation):
         return in_parts(x, weight, PARTS)
     return linear(x, weight, implementation=implementation)
 
 
 def summed(qkv: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """What `project` gives, as rows `[B, rows, ..]` of `dtype`."""
+    """What `project_qkv` gives, as rows `[B, rows, ..]` of `dtype`."""
     return qkv.sum(axis=0).astype(dtype) if qkv.ndim == 4 else qkv
 
 
@@ -94,7 +95,7 @@ def append_and_attend(
 
     Args:
       qkv: `[B, rows, (heads + 2 * kv_heads) * D]`, as projected; heads in the order q, k, v. Or
-        f32 `[parts, B, ..]`, which add up to that, see `project`.
+        f32 `[parts, B, ..]`, which add up to that, see `project_qkv`.
       norms, eps: RMSNorm of the q and k heads, None for none.
       place: where the block stands.
       k_cache, v_cache: `[B, kv_heads, slots, D]`; k normed and roped, v raw. Of int8 ones the
@@ -120,8 +121,8 @@ def append_and_attend(
                 qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
             )
         qkv = summed(qkv, k_cache.dtype)
-    batch, rows, (kv_heads, dim) = *qkv.shape[:2], (k_cache.shape[1], k_cache.shape[3])
-    heads = qkv.shape[2] // dim - 2 * kv_heads
+    (batch, rows, width), (_, kv_heads, slots, dim) = qkv.shape, k_cache.shape
+    heads = width // dim - 2 * kv_heads
     # Of a causal block with narrow heads (SmolLM2's verify, 12 rows) XLA's took 6 us a layer less,
     # of eight sequences at once 5 us more.
     few = causal and dim < 128 and rows > 1 and batch < 8
@@ -136,7 +137,7 @@ def append_and_attend(
     k_cache = write_rows(k_cache, k, place.slot)
     v_cache = write_rows(v_cache, v, place.slot)
     masks = {"causal": causal, "window": window}
-    tile = key_tile(batch, rows, heads, k_cache.shape[2])
+    tile = key_tile(batch, rows, heads, slots)
     if tile is None:
         k, v = (read_rows(cache, q.dtype) for cache in (k_cache, v_cache))
         attended = block_attention(q, k, v, place.q_pos, place.k_pos, **masks)
@@ -145,16 +146,16 @@ def append_and_attend(
     return attended, k_cache, v_cache
 
 
-def _hopper(qkv: jax.Array, k_cache: Rows, implementation: Implementation) -> ModuleType | None:
-    """Hopper's kernel where it takes the rows, by name or because it is faster."""
+def _hopper(block: jax.Array, k_cache: Rows, implementation: Implementation) -> ModuleType | None:
+    """Hopper's kernel where it takes `block [.., B, rows, ..]`, by name or as the faster one."""
     if isinstance(k_cache, QuantizedRows):
         return None
-    (batch, rows), (_, kv_heads, slots, dim) = qkv.shape[-3:-1], k_cache.shape
+    (batch, rows), (_, kv_heads, slots, dim) = block.shape[-3:-1], k_cache.shape
     faster = rows <= NARROW and faster_on_hopper(batch * kv_heads, dim, slots)
     kernel = kernels.mosaic_kernel(implementation, "attention", best=faster)
     if kernel is None or rows > kernel.MAX_ROWS:
         return None
-    refusal = kernel.refusal(qkv, k_cache)
+    refusal = kernel.refusal(block, k_cache)
     if refusal is not None and implementation is not None:
         raise NotImplementedError(f"implementation 'mosaic': {refusal}")
     return kernel if refusal is None else None

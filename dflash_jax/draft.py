@@ -20,7 +20,7 @@ from dflash_jax.attention import (
     BlockPlace,
     append_and_attend,
     block_attention,
-    project,
+    project_qkv,
     split_heads,
 )
 from dflash_jax.config import DFlashConfig
@@ -356,7 +356,7 @@ def _forward_round(
     for i, layer in enumerate(draft.layers):
 
         def attend(h, layer=layer, i=i):
-            qkv = project(h, layer.qkv, kv.k[i], implementation)
+            qkv = project_qkv(h, layer.qkv, kv.k[i], implementation)
             attended, new_k[i], new_v[i] = append_and_attend(
                 qkv,
                 (layer.q_norm, layer.k_norm),

@@ -108,7 +108,7 @@ def empty_caches(
     if draft is not None:
         slack = max(slack, draft.config.block_size + 1)
         dtype = cache.held_dtype(draft_kv_dtype, draft.dtype)
-        kv = cache.allocate(draft.config, batch, capacity, dtype, slack)
+        kv = cache.allocate(draft.config, batch, capacity, dtype, overhang=slack)
     return Caches(target.init_state(batch, capacity + slack), kv, no_last(target, batch))
 
 

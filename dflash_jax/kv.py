@@ -4,8 +4,8 @@ Full layers keep every row. Sliding layers read their last `window - 1` rows and
 (so that a tail may be cut up to a block back); theirs is a ring with room for two appends more,
 which remembers the position in each slot. A slot whose position is ABSENT may hold anything.
 
-Rows are floats, or int8 with scales (`QuantizedRows`) that they become as they are written, k after
-its norm and rope. Whoever reads one reads what was written, in the same call or any later one.
+Rows are floats or, in an int8 cache, `QuantizedRows`, made as rows are written (k after its norm
+and rope). Every reader sees what was written.
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ SLOT_STEP = 8
 """A cache has a multiple of so many slots: the rows that bulk copies on a Hopper GPU go by."""
 DraftKVDtype = Literal["auto", "int8"]
 """What a draft KV holds: floats of the drafter's own dtype, or int8 and scales."""
-MOST = 127
+INT8_MOST = 127
 """The int8 that a row's largest magnitude becomes."""
 
 
@@ -50,17 +50,17 @@ class QuantizedRows(struct.PyTreeNode):
 
 Rows = jax.Array | QuantizedRows
 Held = TypeVar("Held", bound=Rows)
-"""One of the two: what is written into stays what it is."""
+"""The kind of cache, which a write keeps."""
 
 
 def quantize_rows(rows: jax.Array) -> QuantizedRows:
     """Floats `[..., D]` as int8, halves to even; the same bits in whatever program."""
     x = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(x), axis=-1, keepdims=True)
-    # Finite, so that 0 stays 0. Products, for a compiler may make one of a quotient, or not.
-    inverse = jnp.minimum(MOST / largest, jnp.finfo(jnp.float32).max)
-    values = jnp.clip(jnp.rint(x * inverse), -MOST, MOST).astype(jnp.int8)
-    return QuantizedRows(values, largest * (1 / MOST))
+    # Finite, so that 0 stays 0. Products alone: a compiler may make one of a quotient, or not.
+    inverse = jnp.minimum(INT8_MOST / largest, jnp.finfo(jnp.float32).max)
+    values = jnp.clip(jnp.rint(x * inverse), -INT8_MOST, INT8_MOST).astype(jnp.int8)
+    return QuantizedRows(values, largest * (1 / INT8_MOST))
 
 
 def held_dtype(asked: DraftKVDtype, own: jnp.dtype) -> jnp.dtype:

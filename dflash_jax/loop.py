@@ -67,7 +67,7 @@ def empty_caches(
     kv = None
     if draft is not None:
         dtype = cache.held_dtype(draft_kv_dtype, draft.dtype)
-        kv = cache.allocate(draft.config, batch, capacity, dtype, slack, draft.mesh)
+        kv = cache.allocate(draft.config, batch, capacity, dtype, overhang=slack, mesh=draft.mesh)
     return Caches(state, kv, no_last(target, batch))
 
 

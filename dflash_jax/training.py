@@ -428,10 +428,11 @@ def adopt_backbone(fresh: DFlashDraft, trained: DFlashDraft) -> DFlashDraft:
 
 
 def widen_mlp(draft: DFlashDraft, intermediate_size: int, key: jax.Array) -> DFlashDraft:
-    """`draft` with MLPs of `intermediate_size` units: the new ones start without effect.
+    """`draft` with MLPs of `intermediate_size` units, the new ones without effect yet: it drafts
+    what it drafted before, and can learn more.
 
-    It drafts what it drafted before, and can learn more. Raises ValueError for fewer units, and for
-    a quantised drafter.
+    `key` draws their inputs, as `init_draft` does; `gate_up [2F, H]` and `down [H, F]` grow in F.
+    Raises ValueError for fewer units than there are, and for a quantised drafter.
     """
     config = draft.config
     if config.precision is not None:

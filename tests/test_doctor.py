@@ -454,9 +454,18 @@ def test_files_are_examined_beside_a_hosted_target(loaded, plant, monkeypatch):
 
 def test_texts_lie_on_both_sides_of_the_targets_edges(loaded):
     target = HostedDense(loaded.target)
-    target.edges, target.max_positions = (4, 100, 500, 5000), 300
+    target.edges, target.max_positions = (4, 100, 298, 500), 300
     assert list(map(len, contexts(target, LINES, 0))) == [18, 36, 96, 292]
     assert list(map(len, contexts(target, None, 0))) == [24, 240, 96, 292]
+
+
+def test_edges_that_no_text_reaches_are_named(loaded, monkeypatch):
+    monkeypatch.setattr(clinic, "check_rows", lambda *_: [])
+    target = HostedDense(loaded.target)
+    target.edges, target.max_positions = (4096, 100, 131072), 8192
+    report = Doctor(loaded._replace(target=target), LINES).examine(TINY / "dflash")
+    assert report.too_long == [4096] and report.compared == [18, 36, 96]
+    assert "18 to 96 tokens, not at 4096, where it changes" in report.text()
 
 
 # --- the command ----------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from test_kernels_attention import (
 
 from dflash_jax import forward_round, generate, kernels, quant
 from dflash_jax import kv as cache
-from dflash_jax.attention import append_and_attend, faster_on_hopper, project
+from dflash_jax.attention import append_and_attend, faster_on_hopper, project_qkv
 
 old = jax.__version_info__ < (0, 11)
 needs_interface = pytest.mark.skipif(old, reason="jax 0.10 has not all of Mosaic GPU's interface")
@@ -193,7 +193,7 @@ def test_a_projection_stays_in_parts_where_the_kernel_sums_them(on_hopper, rows,
     x = jnp.zeros((case["batch"], rows, case["hidden"]), case["dtype"])
     cached = jnp.zeros((case["batch"], 3, case["slots"], case["dim"]), case["dtype"])
     weight = jnp.zeros((15 * case["dim"], case["hidden"]), case["dtype"])
-    run = partial(project, implementation=case["implementation"])
+    run = partial(project_qkv, implementation=case["implementation"])
     found = jax.eval_shape(run, x, weight, cached)
     whole = (*x.shape[:2], len(weight))
     assert found.shape == ((4, *whole) if in_parts else whole)
@@ -204,10 +204,10 @@ def test_projections_into_an_int8_cache_of_integers_and_of_a_shard_are_summed(on
     x, cached = jnp.zeros((1, 12, 64), BF16), jnp.zeros((1, 3, 160, 64), BF16)
     weight = jnp.ones((960, 64), BF16)
     integers = quant.quantize(np.asarray(weight), "int8")
-    assert jax.eval_shape(project, x, integers, cached).shape == (1, 12, 960)
-    assert jax.eval_shape(project, x, weight, cache.quantize_rows(cached)).shape == (1, 12, 960)
+    assert jax.eval_shape(project_qkv, x, integers, cached).shape == (1, 12, 960)
+    assert jax.eval_shape(project_qkv, x, weight, cache.quantize_rows(cached)).shape == (1, 12, 960)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((2,), ("model",))):
-        assert jax.eval_shape(project, x, weight, cached).shape == (1, 12, 960)
+        assert jax.eval_shape(project_qkv, x, weight, cached).shape == (1, 12, 960)
 
 
 def test_parts_it_cannot_take_are_refused_by_name(kernel):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from targets import TINY, mistaken_draft, random_tree, table_target, tiny_draft, tiny_target
 
-from dflash_jax import SpecSession, dspark_accept_prefix, round
+import dflash_jax.round as rounds
+from dflash_jax import SpecSession, dspark_accept_prefix
 from dflash_jax.attention import ABSENT
 from dflash_jax.draft import DraftHead
 from dflash_jax.propose import draft_logits, first_fault, propose_rows
@@ -215,13 +216,13 @@ def test_a_scale_is_not_rounded_to_the_weights_dtype(monkeypatch):
     config, seen = dataclasses.replace(TINY, input_embedding_scale=48**0.5), []
     target = jax.tree.map(lambda x: x.astype(jnp.bfloat16), tiny_target())
     draft = random_tree(abstract(config, jnp.bfloat16), 1)
-    honest = round.forward_round
+    honest = rounds.forward_round
 
     def forward_round(draft, kv, noise, *rest):
         seen.append(noise)
         return honest(draft, kv, noise, *rest)
 
-    monkeypatch.setattr(round, "forward_round", forward_round)
+    monkeypatch.setattr(rounds, "forward_round", forward_round)
     session = SpecSession(target, draft)
     session.open([[1, 2, 3]], 10)
     propose_block(target, draft, session.state, session.plan)

@@ -235,7 +235,8 @@ def test_a_widened_drafter_proposes_as_before(target, draft, texts):
     assert wide.config.intermediate_size == units + 8
     for layer in wide.layers:
         gate, up = jnp.split(layer.gate_up, 2)
-        assert jnp.abs(gate[units:]).min(axis=-1).max() > 0 and jnp.abs(up[units:]).max() > 0
+        for new in (gate[units:], up[units:]):
+            assert new.any(axis=-1).all()
         assert not layer.down[:, units:].any()
     batch = rows_of(texts[:1])
     feats = ctx_features(
@@ -247,6 +248,9 @@ def test_a_widened_drafter_proposes_as_before(target, draft, texts):
     anchors = jnp.full((1, 1), 20)
     old, new = (block_hidden(d, feats, noise, batch.segment, anchors) for d in (draft, wide))
     assert relative(new, old) < 1e-6
+    small = draft.replace(config=dataclasses.replace(draft.config, precision="int8"))
+    with pytest.raises(ValueError, match="precision: expected a drafter of floats, found int8"):
+        widen_mlp(small, units + 8, jax.random.key(0))
     with pytest.raises(ValueError, match=f"expected {units}, the drafter's own, or more, found 1"):
         widen_mlp(draft, 1, jax.random.key(0))
 

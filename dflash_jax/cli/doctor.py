@@ -27,8 +27,8 @@ def add(commands: Any) -> None:
         "--target",
         default="smollm2",
         metavar="smollm2|DIR|FILE.gguf|ORG/NAME",
-        help="the model it drafts for (default: smollm2); with torch: before a directory or an id, "
-        "whether its rows agree is tried instead of the drafter's settings",
+        help="the model it drafts for (default: smollm2); of one that PyTorch runs (torch:DIR, "
+        "torch:ORG/NAME) rows are compared, and no settings of the drafter tried",
     )
     doctor.add_argument(
         "--draft",

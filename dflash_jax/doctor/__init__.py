@@ -24,13 +24,13 @@ from dflash_jax.doctor import texts
 from dflash_jax.doctor.blocks import check_block
 from dflash_jax.doctor.probe import Probe, Setting, Sight, look
 from dflash_jax.doctor.report import Finding, Report, SelfTest, merged
-from dflash_jax.doctor.rows import check_rows, contexts
+from dflash_jax.doctor.rows import check_rows, contexts, reached
 from dflash_jax.doctor.suspects import Suspect, rope_words, suspects
 from dflash_jax.doctor.tensors import check_target, check_tensors
 from dflash_jax.doctor.trial import Comparison, Search, confidence, low
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.options import token_ids_of
-from dflash_jax.targets import HostedTarget, dense
+from dflash_jax.targets import HostedTarget, dense, drafting_tables
 from dflash_jax.targets.loading import TORCH, LoadedTarget
 
 __all__ = ["Doctor", "Finding", "Report", "SelfTest", "examine"]
@@ -39,6 +39,8 @@ SMALL = 20_000_000
 """Weights of a target that many texts cost little of."""
 PROMPTS = 8
 """Built-in ones for a hosted target."""
+LONGEST = 256
+"""Tokens of a prompt that are kept (its last ones) for the self-test, which shall be quick."""
 FAULTS = 3
 """Settings mended one on top of the other."""
 
@@ -88,8 +90,9 @@ class Doctor:
         self._loaded, self._seed, self._prompts = loaded, seed, None
         if prompts is not None:
             size = loaded.target.vocab_size
-            self._prompts = [token_ids_of(f"prompt {i}", p, size) for i, p in enumerate(prompts)]
-        self._work = work or effort(getattr(loaded.target, "tables", loaded.target))
+            ids = [token_ids_of(f"prompt {i}", p, size) for i, p in enumerate(prompts)]
+            self._prompts = ids if self._hosted else [one[-LONGEST:] for one in ids]
+        self._work = work or effort(drafting_tables(loaded.target))
         self._raw = statements.raw_config(Path(loaded.name.removeprefix(TORCH)))
 
     def examine(
@@ -121,6 +124,7 @@ class Doctor:
         if self._hosted:
             tell("running one row and several")
             report.compared = [len(text) for text in self._contexts]
+            report.too_long = reached(loaded.target)[1]
         report.findings += self._target_findings
         if model is not None:
             report.family = model.config.family

@@ -14,6 +14,7 @@ from dflash_jax.doctor.report import Finding
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.gguf_file import GGUFFile
 from dflash_jax.keys import Keys, decode_json, read_json, table
+from dflash_jax.targets import drafting_tables
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.tensor_files import TensorFiles, TensorSource
 
@@ -78,10 +79,12 @@ def check_numbers(config: DFlashConfig, loaded: LoadedTarget) -> Iterator[tuple[
     """Epsilon and vocabulary."""
     target = loaded.target
     if config.rms_norm_eps > LARGEST_EPS:
-        stated = getattr(target, "config", None)  # a target outside JAX need not show its own
-        theirs = "" if stated is None else f" (the target's is {stated.rms_norm_eps:g})"
+        own = getattr(
+            getattr(target, "config", None), "rms_norm_eps", None
+        )  # not every one shows it
+        theirs = "" if own is None else f" (the target's is {own:g})"
         yield "rms_norm_eps", f"{config.rms_norm_eps:g} is no small number{theirs}"
-    rows = (target.vocab_size, getattr(target, "tables", target).embedding.shape[0])
+    rows = (target.vocab_size, drafting_tables(target).embedding.shape[0])
     if config.vocab_size is not None and config.vocab_size not in rows:
         yield (
             "vocab_size",
@@ -121,7 +124,7 @@ def check_mask(
         low, high = min(special), max(special)
         if high - low < 4 * len(special) and mask < low - 1:
             yield key, f"{mask} lies apart from the target's special tokens {sorted(special)}"
-    embed = getattr(target, "tables", target).embed
+    embed = drafting_tables(target).embed
     row = np.asarray(embed(np.asarray([[mask]]))[0, 0], np.float32)
     if not row.any():
         yield key, f"{mask} has an embedding of zeros"

@@ -49,7 +49,7 @@ class Report:
     """Everything about one drafter. `trials` holds each other setting's figures, best first.
 
     compared: of a target that runs outside JAX, the lengths of the texts after which one row and
-    several were run.
+    several were run; too_long: lengths at which its config says that it changes, not tried.
     """
 
     draft: str
@@ -59,6 +59,7 @@ class Report:
     self_test: SelfTest | None = None
     trials: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     compared: list[int] = dataclasses.field(default_factory=list)
+    too_long: list[int] = dataclasses.field(default_factory=list)
     seed: int = 0
     seconds: float = 0.0
     versions: dict[str, str] = dataclasses.field(default_factory=dict)
@@ -81,7 +82,8 @@ class Report:
             lines += [
                 "self-test   not run: the target is outside JAX",
                 f"rows        one and several compared after {len(self.compared)} texts of "
-                f"{min(self.compared)} to {max(self.compared)} tokens",
+                f"{min(self.compared)} to {max(self.compared)} tokens"
+                + "".join(f", not at {edge}, where it changes" for edge in self.too_long),
             ]
         elif test is None:
             lines.append("self-test   not run")

@@ -18,30 +18,36 @@ WIDTH = 8
 """Rows of a verify."""
 INVENTED, JOINED = 24, 256
 """Tokens of a text where there are no prompts; of all prompts in a row, which are one text more."""
-LONGEST_CPU, LONGEST = 1024, 8192
-"""Longest text made for a length at which the target's config says that something changes."""
-MOST_OFF = {4: 1e-3, 2: 0.1}
-"""Most that logits may be off, as a share of their own size, by the bytes of a weight: rounding
-alone, and an expert or two that it tips over in 16 bits."""
+LONGEST_EDGE_CPU, LONGEST_EDGE = 1024, 8192
+"""Longest text made for one of a target's `edges`."""
+F32_OFF, BF16_OFF = 1e-3, 0.1
+"""Most that logits may be off, as a share of their own size: rounding alone, and of weights in 16
+bits an expert or two that it tips over."""
 
 
 def contexts(
     target: HostedTarget, prompts: Sequence[Sequence[int]] | None, seed: int
 ) -> list[list[int]]:
     """What the rows looked at come after: the shortest and the longest prompt (or an invented one),
-    a longer text of several, and one that ends just before each of the target's `edges`.
+    a longer text of several, and one that ends just before each edge that is `reached`.
     """
     if prompts is None:
         rng, shape = np.random.default_rng(seed), (JOINED // INVENTED, INVENTED)
         return contexts(target, rng.integers(0, target.vocab_size, shape).tolist(), seed)
     joined = [token for prompt in prompts for token in prompt]
     found = [min(prompts, key=len), max(prompts, key=len), joined[:JOINED]]
-    most = LONGEST_CPU if jax.default_backend() == "cpu" else LONGEST
-    for edge in getattr(target, "edges", ()):
-        if WIDTH < edge <= most:
-            found.append((joined * (1 + edge // len(joined)))[: edge - WIDTH // 2])
+    for edge in reached(target)[0]:
+        found.append((joined * (1 + edge // len(joined)))[: edge - WIDTH // 2])
     room = target.max_positions - WIDTH
     return [list(text) for text in dict.fromkeys(tuple(text[:room]) for text in found) if text]
+
+
+def reached(target: HostedTarget) -> tuple[list[int], list[int]]:
+    """The target's `edges` that a text is made for, and those too far off for one."""
+    most = LONGEST_EDGE_CPU if jax.default_backend() == "cpu" else LONGEST_EDGE
+    stated = set(getattr(target, "edges", ()))
+    edges = sorted(edge for edge in stated if WIDTH < edge <= target.max_positions)
+    return [edge for edge in edges if edge <= most], [edge for edge in edges if edge > most]
 
 
 def check_rows(target: HostedTarget, texts: Sequence[Sequence[int]]) -> Iterator[Finding]:
@@ -51,7 +57,7 @@ def check_rows(target: HostedTarget, texts: Sequence[Sequence[int]]) -> Iterator
     """
     verify, prompt = [], []
     bytes_of_one = target.tables.embedding.dtype.itemsize  # some models widen their logits
-    allowed = MOST_OFF[min(4, max(2, bytes_of_one))]
+    allowed = F32_OFF if bytes_of_one >= 4 else BF16_OFF
     for text in texts:
         alone, tokens = _one_by_one(target, text)
         whole, at = [*text, *tokens], len(text)

@@ -19,8 +19,6 @@ from dflash_jax.options import token_ids_of
 from dflash_jax.records import naming, prompt_ids, read_records
 from dflash_jax.targets.loading import LoadedTarget
 
-LONGEST = 256
-"""Tokens of a prompt that are kept (its last ones): the self-test shall be quick."""
 OPENING = 40
 """Tokens a target without a tokenizer draws before it goes on greedily."""
 NO_TURNS = ChatFormat((), (0,), (0,))
@@ -36,7 +34,7 @@ def read_prompts(path: str | Path, loaded: LoadedTarget) -> list[list[int]]:
         ids = prompt_ids(record, loaded.text)
         with naming(record):
             prompts.append(token_ids_of("prompt", ids, loaded.target.vocab_size))
-    prompts = [ids[-LONGEST:] for ids in prompts if ids]
+    prompts = [ids for ids in prompts if ids]
     if not prompts:
         raise ValueError(f"{path}: expected prompts, found none")
     return prompts

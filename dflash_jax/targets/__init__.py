@@ -105,6 +105,8 @@ class HostedTarget(Protocol):
 
     Not a pytree, and its states are no pytrees either: objects with a field `len [B]` (NumPy
     int32) that a call may change in place, so that each is used once, like a donated array.
+
+    May have `edges`, lengths of a text at which it says that it changes its way, for the doctor.
     """
 
     @property
@@ -147,6 +149,11 @@ class HostedTarget(Protocol):
 
 
 AnyTarget = Target | HostedTarget
+
+
+def drafting_tables(target: AnyTarget) -> Any:
+    """What drafting needs of a target in compiled programs: all of it, or a hosted one's tables."""
+    return target.tables if isinstance(target, HostedTarget) else target
 
 
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dflash_jax import kernels, sharding
-from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend, project
+from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend, project_qkv
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.integers import round_up
 from dflash_jax.kernels import Implementation
@@ -206,7 +206,7 @@ def _layers(
     for i, layer in enumerate(target.layers):
         with jax.named_scope(f"target_layer_{i}"):
             attended, new_k[i], new_v[i] = append_and_attend(
-                project(h, layer.qkv, state.k[i], implementation),
+                project_qkv(h, layer.qkv, state.k[i], implementation),
                 layer.head_norms,
                 eps,
                 place,

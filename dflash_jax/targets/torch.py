@@ -118,7 +118,9 @@ class TorchTarget:
         lengths = [getattr(text, n, None) for n in ("sliding_window", "attention_chunk_size")]
         self.edges = tuple(n for n in (*lengths, self._switch) if n)
         if self._switch is not None and not self._crops:
-            raise NotImplementedError(f"{self.name}: longrope beside recurrent layers")
+            raise NotImplementedError(
+                f"{self.name}: expected attention alone with longrope, found recurrent layers"
+            )
         self._check()
 
     @property
@@ -248,7 +250,7 @@ class TorchTarget:
             known["output_hidden_states"] = True  # some take it as a keyword of no name
         with torch.inference_mode():
             out = self.model(**known)
-            logits = out.logits[:, -keep:]
+            logits = out.logits[:, -keep:]  # 0: of all rows
             if not taps:
                 return logits, logits.new_zeros((1, ids.shape[1], 0))
             hidden = out.hidden_states
