@@ -26,22 +26,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from dflash_jax.attention import BlockPlace, HeadNorms
-from dflash_jax.integers import round_up
 from dflash_jax.kv import ABSENT, SLOT_STEP
 
-plgpu: Any = mosaic_gpu  # another interface in every version of jax
+from .attention_share import KEYS, QUERIES, SPLITS, Share, Spec, maker_of, share_of
+from .mosaic import ACROSS, DOWN, fence, full, interpreted, load, plgpu, product, spread, store
 
-SPLITS = 8
-"""Blocks of a cluster: the most that every Hopper can place."""
-KEYS = 64
-"""Rows of a tile."""
-QUERIES = 64
-"""Query rows of a block, padding included."""
 MAX_ROWS = QUERIES
 """Most rows of a block of the sequence."""
 HEAD_DIMS = (64, 128)
@@ -58,57 +49,6 @@ class Tiling:
 
     warpgroups: int = 2
     stages: int = 2
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spec:
-    """Static numbers of one call; parts: of the projection, 0 where it comes summed."""
-
-    batch: int
-    rows: int
-    heads: int
-    kv_heads: int
-    dim: int
-    slots: int
-    warpgroups: int
-    stages: int
-    normed: bool
-    eps: float
-    causal: bool
-    window: int | None
-    ring: bool
-    parts: int
-    interpret: Any
-
-    @property
-    def groups(self) -> int:
-        """Query heads of a kv head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def pitch(self) -> int:
-        """Query rows from one head to the next: copies begin at multiples of 128 bytes."""
-        return round_up(self.rows, 8)
-
-    @property
-    def held(self) -> int:
-        """Query heads of one block: as many as fit, shared out evenly."""
-        fit = QUERIES // self.pitch
-        return max(n for n in range(1, self.groups + 1) if self.groups % n == 0 and n <= fit)
-
-    @property
-    def half(self) -> int:
-        return self.dim // 2
-
-    @property
-    def workers(self) -> int:
-        """Warpgroups of a cluster."""
-        return self.warpgroups * SPLITS
-
-    @property
-    def columns(self) -> int:
-        """Of the head, that one worker merges: no fewer than a product's layout takes."""
-        return max(8, self.dim // self.workers)
 
 
 def refusal(qkv: jax.Array, cache: jax.Array) -> str | None:
@@ -153,7 +93,7 @@ def append_and_attend(
     *parts, batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
     tiling = tiling or Tiling()
-    spec = _Spec(
+    spec = Spec(
         batch=batch,
         rows=rows,
         heads=width // dim - 2 * kv_heads,
@@ -178,13 +118,7 @@ def append_and_attend(
     return out, jax.freeze(k_ref), jax.freeze(v_ref)
 
 
-def interpreted(**options: Any) -> Any:
-    """How the kernel is interpreted: `options` of `plgpu.InterpretGPUParams`."""
-    # Of the inlined parts there is only a fence.
-    return plgpu.InterpretGPUParams(inline_mgpu="ignore", **options)
-
-
-def _by_query(spec: _Spec, table: jax.Array) -> jax.Array:
+def _by_query(spec: Spec, table: jax.Array) -> jax.Array:
     """`[B, rows, ..]` -> `[B, QUERIES, ..]`: a row's numbers for each query row of a block."""
     rest = [(0, 0)] * (table.ndim - 2)
     padded = jnp.pad(table, ((0, 0), (0, spec.pitch - spec.rows), *rest))
@@ -192,7 +126,7 @@ def _by_query(spec: _Spec, table: jax.Array) -> jax.Array:
     return jnp.pad(tiled, ((0, 0), (0, QUERIES - tiled.shape[1]), *rest))
 
 
-def _launch(spec: _Spec):
+def _launch(spec: Spec):
     """The kernel's call: (qkv, tables, norms, caches as references) -> out and partial sums."""
     lead = (spec.batch, spec.kv_heads, spec.groups // spec.held)
     one = (spec.workers, QUERIES)
@@ -223,7 +157,7 @@ def _launch(spec: _Spec):
     )
 
 
-def _scratch(spec: _Spec):
+def _scratch(spec: Spec):
     """Shared memory and barriers of a block, see `_Scratch`."""
     # A tile row of one half of the head: rotary halves are stored apart.
     halves = (plgpu.TilingTransform((8, spec.half)), plgpu.SwizzleTransform(spec.dim))
@@ -252,7 +186,7 @@ def _scratch(spec: _Spec):
     return scratch
 
 
-def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
+def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
     """One warpgroup. Barriers are not inserted by themselves: `commit_smem` is one."""
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_cache, v_cache, out, *sums = refs
@@ -275,8 +209,8 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
     def _():
         _ask(spec, qkv, queries, at.raw_here)
 
-    share = _share(spec, slot[batch], end[batch], worker)
-    maker = _maker(spec, slot[batch], end[batch], split)
+    share = share_of(spec, slot[batch], end[batch], worker)
+    maker = maker_of(spec, slot[batch], end[batch], split)
 
     def fetch(step, stage):
         tile = share.tile(step)
@@ -300,7 +234,7 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
 
     @pl.when(share.owns)
     def _():
-        tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
+        tables = [load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
         _take(spec, qkv, own, at.own_here)
         _rotate(spec, at.own_k, at.own_k, norms[1], tables)
         rows = pl.ds(share.slot, spec.rows)
@@ -309,7 +243,7 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
 
     @pl.when(warpgroup == maker)
     def _():
-        tables = [_load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
+        tables = [load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
         _take(spec, qkv, queries, at.raw_here)
         _rotate(spec, at.raw, at.q, norms[0], tables)
         plgpu.barrier_arrive(at.q_here)
@@ -320,13 +254,8 @@ def _kernel(spec: _Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratc
         fetch_first(own=True)
 
     plgpu.barrier_wait(at.q_here)
-    mine = _attend(spec, at, share, warpgroup, _load(q_pos, _DOWN), fetch)
+    mine = _attend(spec, at, share, warpgroup, load(q_pos, DOWN), fetch)
     _exchange(spec, at, sums, out, mine, head, worker, warpgroup)
-
-
-_DOWN = plgpu.Layout.WGMMA.reduce(1)
-"""Of one number a row of a product; `_ACROSS`: one a column."""
-_ACROSS = plgpu.Layout.WGMMA.reduce(0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,64 +283,14 @@ class _Scratch:
     weights: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Share:
-    """What one worker of a cluster reads.
-
-    slot: the block's rows go there; first, limit: slots that may hold visible rows, own ones among
-    them; begin: its first tile; steps: how many; owns: whether any of them holds own rows.
-    """
-
-    rows: int
-    workers: int
-    slot: jax.Array
-    first: jax.Array
-    limit: jax.Array
-    begin: jax.Array
-    steps: jax.Array
-    owns: jax.Array
-
-    def tile(self, step):
-        return self.begin + step * self.workers
-
-    def owned(self, step):
-        """Whether the tile of this step holds own rows."""
-        start = self.tile(step) * KEYS
-        return (start < self.slot + self.rows) & (start + KEYS > self.slot)
-
-
-def _share(spec: _Spec, slot, end, worker) -> _Share:
-    # Inside the cache whatever was given: a slice update moves back where its rows do not fit.
-    slot, end = jnp.minimum(slot, spec.slots - spec.rows), jnp.minimum(end, spec.slots)
-    first, limit = jnp.int32(0), jnp.maximum(end, slot + spec.rows)
-    if spec.window is not None and not spec.ring:
-        # Positions ascend from slot to slot, by one or more.
-        first = jnp.maximum(slot - (spec.window - 1), 0)
-    workers, start = jnp.int32(spec.workers), _div(first, KEYS)
-    begin = start + jax.lax.rem(worker + workers - jax.lax.rem(start, workers), workers)
-    left = jnp.maximum(_div(limit + KEYS - 1, KEYS) - begin, 0)
-    # Own rows lie in one tile or two neighbouring ones: no two of one block.
-    low, high = _div(slot, KEYS), _div(slot + spec.rows - 1, KEYS)
-    owns = (jax.lax.rem(low, workers) == worker) | (jax.lax.rem(high, workers) == worker)
-    steps = _div(left + workers - 1, spec.workers)
-    return _Share(spec.rows, spec.workers, slot, first, limit, begin, steps, owns)
-
-
-def _maker(spec: _Spec, slot, end, split):
-    """The warpgroup that makes the query rows of a block: not the one that sums own parts."""
-    if not spec.parts or spec.warpgroups == 1:
-        return 0
-    return jnp.where(_share(spec, slot, end, split).owns, 1, 0)
-
-
-def _ask(spec: _Spec, qkv, heads, here):
+def _ask(spec: Spec, qkv, heads, here):
     """Ask for copies of projected heads, each to its place in shared memory; not for parts."""
     if not spec.parts:
         for head, ref in heads:
             plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
 
 
-def _take(spec: _Spec, qkv, heads, here):
+def _take(spec: Spec, qkv, heads, here):
     """Wait for what `_ask` asked for; of parts, put the sums there."""
     if not spec.parts:
         plgpu.barrier_wait(here)
@@ -422,62 +301,41 @@ def _take(spec: _Spec, qkv, heads, here):
     # All loads come before the first store, which they would not pass.
     sums = [_sum(spec, qkv, head, row, count) for head, _, row, count in places]
     for (_, ref, row, count), x in zip(places, sums, strict=True):
-        _store(ref.at[pl.ds(row, count)], x)
+        store(ref.at[pl.ds(row, count)], x)
     plgpu.commit_smem()
 
 
-def _sum(spec: _Spec, qkv, head, row: int, count: int):
+def _sum(spec: Spec, qkv, head, row: int, count: int):
     """`[count, D]` of a head: its f32 parts, added in order and rounded once."""
     vector = math.gcd(4, count * spec.dim // 128)
     layout = plgpu.Layout.WG_STRIDED((count, spec.dim), vec_size=vector)
     place = pl.ds(row, count), pl.ds(head * spec.dim, spec.dim)
-    total = _load(qkv.at[0, *place], layout)
+    total = load(qkv.at[0, *place], layout)
     for i in range(1, spec.parts):
-        total += _load(qkv.at[i, *place], layout)
+        total += load(qkv.at[i, *place], layout)
     return total.astype(jnp.bfloat16)
 
 
-def _div(a, b: int):
-    return jax.lax.div(a, jnp.int32(b))
-
-
-def _load(ref, layout):
-    return plgpu.load(ref, layout=layout, optimized=False)
-
-
-def _store(ref, x):
-    """Without minding bank conflicts, which a few rows' copies may have."""
-    if hasattr(plgpu, "store"):
-        plgpu.store(ref, x, optimized=False)
-    else:
-        ref[...] = x
-
-
-def _spread(x, shape, axis: int):
-    """A number a row (`axis` 0) or column (1), over the whole matrix."""
-    return jax.lax.broadcast_in_dim(x, shape, (axis,))
-
-
-def _rotate(spec: _Spec, raw, ref, norm, tables):
+def _rotate(spec: Spec, raw, ref, norm, tables):
     """Projected heads `raw [QUERIES, D]`, normed and roped, into `ref`, for copies and products."""
     halves = [pl.ds(i * spec.half, spec.half) for i in range(2)]
-    a, b = (_load(raw.at[:, at], plgpu.Layout.WGMMA).astype(jnp.float32) for at in halves)
+    a, b = (load(raw.at[:, at], plgpu.Layout.WGMMA).astype(jnp.float32) for at in halves)
     cos, sin = tables
     if norm is not None:
         mean = (jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / spec.dim)
-        scale = _spread(jax.lax.rsqrt(mean + spec.eps), a.shape, 0)
-        weights = [_spread(_load(norm.at[at], _ACROSS), a.shape, 1) for at in halves]
+        scale = spread(jax.lax.rsqrt(mean + spec.eps), a.shape, 0)
+        weights = [spread(load(norm.at[at], ACROSS), a.shape, 1) for at in halves]
         # Rounded where the reference rounds.
         a, b = (
             ((x * scale).astype(jnp.bfloat16) * w).astype(jnp.float32)
             for x, w in zip((a, b), weights, strict=True)
         )
     for at, x in zip(halves, (a * cos - b * sin, b * cos + a * sin), strict=True):
-        _store(ref.at[:, at], x.astype(jnp.bfloat16))
+        store(ref.at[:, at], x.astype(jnp.bfloat16))
     plgpu.commit_smem()
 
 
-def _attend(spec: _Spec, at: _Scratch, share: _Share, warpgroup, q_pos, fetch):
+def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, q_pos, fetch):
     """A worker's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`."""
 
     def step(i, state):
@@ -488,17 +346,17 @@ def _attend(spec: _Spec, at: _Scratch, share: _Share, warpgroup, q_pos, fetch):
         def places(layout):
             slots = start + plgpu.layout_cast(jnp.arange(KEYS, dtype=jnp.int32), layout)
             here = (slots >= share.first) & (slots < share.limit)
-            return jnp.where(here, _load(at.places.at[stage], layout), ABSENT)
+            return jnp.where(here, load(at.places.at[stage], layout), ABSENT)
 
         @pl.when(spec.ring | (start < share.first) | (start + KEYS > share.limit))
         def _():
             # 0 * NaN is NaN: of an empty slot, not even a zero weight may meet the value.
-            held = _spread(places(_DOWN), (KEYS, spec.dim), 0) != ABSENT
+            held = spread(places(DOWN), (KEYS, spec.dim), 0) != ABSENT
             v = plgpu.load(at.v.at[stage], layout=plgpu.Layout.WGMMA)
             at.v.at[stage][...] = jnp.where(held, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
-        state = _accumulate(spec, at, warpgroup, q_pos, places(_ACROSS), stage, state)
+        state = _accumulate(spec, at, warpgroup, q_pos, places(ACROSS), stage, state)
 
         @pl.when(i + spec.stages < share.steps)
         def _():
@@ -508,35 +366,31 @@ def _attend(spec: _Spec, at: _Scratch, share: _Share, warpgroup, q_pos, fetch):
         return state
 
     state = (
-        _full((QUERIES, spec.dim), 0.0, plgpu.Layout.WGMMA),
-        _full((QUERIES,), _LEAST, _DOWN),
-        _full((QUERIES,), 0.0, _DOWN),
+        full((QUERIES, spec.dim), 0.0, plgpu.Layout.WGMMA),
+        full((QUERIES,), _LEAST, DOWN),
+        full((QUERIES,), 0.0, DOWN),
     )
     return jax.lax.fori_loop(0, share.steps, step, state)
 
 
-def _full(shape, value: float, layout):
-    return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
-
-
-def _accumulate(spec: _Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state):
+def _accumulate(spec: Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state):
     """Online softmax: weighted values, running maximum and sum of weights, one tile further."""
     acc, top, total = state
     shape = (QUERIES, KEYS)
-    scores = _product(at.q, at.k.at[stage].transpose((1, 0)), shape)
+    scores = product(at.q, at.k.at[stage].transpose((1, 0)), shape)
     # Powers of two are what the hardware has: the factor of e goes into the scale.
     scores = scores * (spec.dim**-0.5 * _LOG2_E)
-    seen = _spread(k_pos, shape, 1)
+    seen = spread(k_pos, shape, 1)
     mask = seen != ABSENT
     if spec.causal or spec.window is not None:
-        distance = _spread(q_pos, shape, 0) - seen
+        distance = spread(q_pos, shape, 0) - seen
     if spec.causal:
         mask = mask & (distance >= 0)
     if spec.window is not None:
         mask = mask & (distance < spec.window) & (distance > -spec.window)
     scores = jnp.where(mask, scores, _LEAST)
     higher = jnp.maximum(top, jnp.max(scores, axis=1))
-    weights = jnp.where(mask, jnp.exp2(scores - _spread(higher, shape, 0)), 0.0)
+    weights = jnp.where(mask, jnp.exp2(scores - spread(higher, shape, 0)), 0.0)
     fade = jnp.exp2(top - higher)
     total = total * fade + jnp.sum(weights, axis=1)
     weights = weights.astype(jnp.bfloat16)
@@ -544,38 +398,28 @@ def _accumulate(spec: _Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state
         # Interpreted, both factors have to lie in shared memory.
         at.weights.at[warpgroup][...] = weights
         weights = at.weights.at[warpgroup]
-    values = _product(weights, at.v.at[stage], acc.shape)
-    return acc * _spread(fade, acc.shape, 0) + values, higher, total
+    values = product(weights, at.v.at[stage], acc.shape)
+    return acc * spread(fade, acc.shape, 0) + values, higher, total
 
 
-def _product(a, b, shape):
-    """a times b in f32 `shape`, awaited."""
-
-    def run(acc):
-        plgpu.wgmma(acc, a, b)
-        return acc[...]
-
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
-
-
-def _exchange(spec: _Spec, at: _Scratch, sums, out, mine, head, worker, warpgroup):
+def _exchange(spec: Spec, at: _Scratch, sums, out, mine, head, worker, warpgroup):
     """Give each worker its columns of this one's sums, and store this one's of all."""
     values, *rest = mine
     for i, column in enumerate(range(0, spec.dim, spec.columns)):
-        _store(sums[0].at[i, worker], values[:, column : column + spec.columns])
+        store(sums[0].at[i, worker], values[:, column : column + spec.columns])
     for x, ref in zip(rest, sums[1:], strict=True):
-        _store(ref.at[worker], x)
-    _fence()
+        store(ref.at[worker], x)
+    fence()
     plgpu.commit_smem()
     plgpu.barrier_arrive(at.summed)
     # All wait: a block must not end while another may still arrive in its memory.
     plgpu.barrier_wait(at.summed)
-    _fence()
+    fence()
 
     @pl.when(worker * spec.columns < spec.dim)
     def _():
         merged = at.merged.at[warpgroup]
-        _store(merged, _merge(spec, sums, worker).astype(jnp.bfloat16))
+        store(merged, _merge(spec, sums, worker).astype(jnp.bfloat16))
         plgpu.commit_smem()
         for i in range(spec.held):
             column = (head + i) * spec.dim + worker * spec.columns
@@ -586,28 +430,17 @@ def _exchange(spec: _Spec, at: _Scratch, sums, out, mine, head, worker, warpgrou
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _merge(spec: _Spec, sums, worker):
+def _merge(spec: Spec, sums, worker):
     """Attended rows `[QUERIES, columns]`: this worker's columns, of all workers' sums."""
     acc, top, total = sums
     shape = (QUERIES, spec.columns)
-    tops = [_load(top.at[i], _DOWN) for i in range(spec.workers)]
-    totals = [_load(total.at[i], _DOWN) for i in range(spec.workers)]
-    parts = [_load(acc.at[worker, i], plgpu.Layout.WGMMA) for i in range(spec.workers)]
+    tops = [load(top.at[i], DOWN) for i in range(spec.workers)]
+    totals = [load(total.at[i], DOWN) for i in range(spec.workers)]
+    parts = [load(acc.at[worker, i], plgpu.Layout.WGMMA) for i in range(spec.workers)]
     highest = tops[0]
     for x in tops[1:]:
         highest = jnp.maximum(highest, x)
     weights = [jnp.exp2(x - highest) for x in tops]
     whole = sum(w * x for w, x in zip(weights, totals, strict=True))
-    summed = sum(_spread(w, shape, 0) * x for w, x in zip(weights, parts, strict=True))
-    return summed / _spread(whole, shape, 0)
-
-
-def _fence():
-    """What a thread wrote before is there for whoever it meets at a barrier of the cluster."""
-
-    def fence(_):
-        none = ir.Type.parse("!llvm.void")
-        llvm.inline_asm(none, [], "fence.acq_rel.gpu;", "", has_side_effects=True)
-
-    inlined: Any = plgpu.inline_mgpu()(fence)
-    inlined()
+    summed = sum(spread(w, shape, 0) * x for w, x in zip(weights, parts, strict=True))
+    return summed / spread(whole, shape, 0)
