@@ -197,13 +197,13 @@ def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch
     at = _Scratch(**scratch)
     qkv = qkv.at[:, batch] if spec.parts else qkv.at[batch]
     cos, sin, q_pos, out = (x.at[batch] for x in (cos, sin, q_pos, out))
-    k_cache, v_cache = (x.at[batch, kv_head] for x in (k_cache, v_cache))
+    caches = [x.at[batch, kv_head] for x in (k_cache, v_cache)]
     sums = [x.at[batch, kv_head, part] for x in sums]
     head = kv_head * spec.groups + part * spec.held
     # Projected heads, and where each goes.
     queries = [(head + i, at.raw.at[pl.ds(i * spec.pitch, spec.rows)]) for i in range(spec.held)]
     key, value = (spec.heads + i * spec.kv_heads + kv_head for i in range(2))
-    own = [(key, at.own_k.at[pl.ds(0, spec.rows)]), (value, at.own_v)]
+    appended = [(key, at.own_k.at[pl.ds(0, spec.rows)]), (value, at.own_v)]
 
     @pl.when(warpgroup == 0)
     def _():
@@ -211,35 +211,22 @@ def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch
 
     share = share_of(spec, slot[batch], end[batch], worker)
     maker = maker_of(spec, slot[batch], end[batch], split)
-
-    def fetch(step, stage):
-        tile = share.tile(step)
-        rows, here = pl.ds(tile * KEYS, KEYS), at.tile_here.at[stage]
-        plgpu.copy_gmem_to_smem(k_cache.at[rows], at.k.at[stage], here)
-        plgpu.copy_gmem_to_smem(v_cache.at[rows], at.v.at[stage], here)
-        places = pl.ds(batch * spec.slots + tile * KEYS, KEYS)
-        plgpu.copy_gmem_to_smem(k_pos.at[places], at.places.at[stage], here)
-
-    def fetch_first(own: bool):
-        @pl.loop(0, jnp.minimum(spec.stages, share.steps))
-        def _(step):
-            stage = warpgroup * spec.stages + step
-            pl.when(share.owned(step) == own)(partial(fetch, step, stage))
+    fetch = partial(_fetch, spec, at, share, caches, k_pos, batch)
+    fetch_first = partial(_fetch_first, spec, share, warpgroup, fetch)
 
     @pl.when(share.owns)
     def _():
-        _ask(spec, qkv, own, at.own_here)
+        _ask(spec, qkv, appended, at.own_here)
 
-    fetch_first(own=False)
+    fetch_first(owned=False)
 
     @pl.when(share.owns)
     def _():
         tables = [load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
-        _take(spec, qkv, own, at.own_here)
+        _take(spec, qkv, appended, at.own_here)
         _rotate(spec, at.own_k, at.own_k, norms[1], tables)
-        rows = pl.ds(share.slot, spec.rows)
-        plgpu.copy_smem_to_gmem(at.own_k.at[pl.ds(0, spec.rows)], k_cache.at[rows])
-        plgpu.copy_smem_to_gmem(at.own_v, v_cache.at[rows])
+        for (_, ref), cache in zip(appended, caches, strict=True):
+            plgpu.copy_smem_to_gmem(ref, cache.at[pl.ds(share.slot, spec.rows)])
 
     @pl.when(warpgroup == maker)
     def _():
@@ -251,7 +238,7 @@ def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch
     @pl.when(share.owns)
     def _():
         plgpu.wait_smem_to_gmem(0)
-        fetch_first(own=True)
+        fetch_first(owned=True)
 
     plgpu.barrier_wait(at.q_here)
     mine = _attend(spec, at, share, warpgroup, load(q_pos, DOWN), fetch)
@@ -281,6 +268,27 @@ class _Scratch:
     tile_here: Any
     summed: Any
     weights: Any = None
+
+
+def _fetch(spec: Spec, at: _Scratch, share: Share, caches, k_pos, batch, step, stage):
+    """Ask for the tile of a step: its keys, its values, their positions."""
+    tile = share.tile(step)
+    rows, here = pl.ds(tile * KEYS, KEYS), at.tile_here.at[stage]
+    for cache, tiles in zip(caches, (at.k, at.v), strict=True):
+        plgpu.copy_gmem_to_smem(cache.at[rows], tiles.at[stage], here)
+    places = pl.ds(batch * spec.slots + tile * KEYS, KEYS)
+    plgpu.copy_gmem_to_smem(k_pos.at[places], at.places.at[stage], here)
+
+
+def _fetch_first(spec: Spec, share: Share, warpgroup, fetch, *, owned: bool):
+    """Ask for the tiles of as many steps as there are stages: those that hold own rows, or those
+    that hold none.
+    """
+
+    @pl.loop(0, jnp.minimum(spec.stages, share.steps))
+    def _(step):
+        stage = warpgroup * spec.stages + step
+        pl.when(share.owned(step) == owned)(partial(fetch, step, stage))
 
 
 def _ask(spec: Spec, qkv, heads, here):

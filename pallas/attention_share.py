@@ -1,7 +1,7 @@
-"""Who reads what in `attention_mosaic`: integers only, of the shapes and of a block's place.
+"""Who reads what in `attention_mosaic`: integers, of shapes and of a block's place in its cache.
 
-Tile `i` of a cache, `KEYS` slots, always goes to worker `i % workers`: a warpgroup of a cluster of
-`SPLITS` blocks.
+Workers are the warpgroups of a cluster, those of block `i` being `i`, `i + SPLITS`, ..; tile `t`,
+`KEYS` slots of a cache, always goes to worker `t % workers`.
 """
 
 import dataclasses
@@ -98,6 +98,7 @@ class Share:
 
 
 def share_of(spec: Spec, slot, end, worker) -> Share:
+    """What a worker reads; `slot`, `end`: as in `BlockPlace`, of one sequence."""
     # Inside the cache whatever was given: a slice update moves back where its rows do not fit.
     slot, end = jnp.minimum(slot, spec.slots - spec.rows), jnp.minimum(end, spec.slots)
     first, limit = jnp.int32(0), jnp.maximum(end, slot + spec.rows)
@@ -115,7 +116,7 @@ def share_of(spec: Spec, slot, end, worker) -> Share:
 
 
 def maker_of(spec: Spec, slot, end, split):
-    """The warpgroup that makes the query rows of a block: not the one that sums own parts."""
+    """The warpgroup of block `split` that makes its query rows: not the one that sums own parts."""
     if not spec.parts or spec.warpgroups == 1:
         return 0
     return jnp.where(share_of(spec, slot, end, split).owns, 1, 0)
