@@ -8,7 +8,7 @@ from typing import Any
 
 LARGEST = 2**31 - 1
 """Sizes and token ids are int32 on the device."""
-LARGEST_FLOAT = 3.4e38
+LARGEST_FLOAT, LEAST_FLOAT = 3.4e38, 1.2e-38
 """Numbers are float32 there."""
 DEPTH = 64
 """Objects and lists within each other: no config has so many, and Python's stack allows few more.
@@ -157,7 +157,7 @@ class Keys:
     def positive_float(self, name: str, default: float | None = None) -> float:
         value = self.optional_float(name)
         value = default if value is None else value
-        if value is None or value <= 0:
+        if value is None or value < LEAST_FLOAT:
             found = "nothing" if value is None else repr(value)
             raise ValueError(f"{name}: expected a positive finite number, found {found}")
         return value

@@ -329,13 +329,28 @@ def export_tail(
     return DraftTail(upto - count, upto, floor, k, v)
 
 
+def _check_kind(leaf: Any) -> None:
+    """ValueError unless a tail's leaf holds floats, or int8 with f32 scales."""
+    if isinstance(leaf, QuantizedRows):
+        kinds = [getattr(x, "dtype", type(x).__name__) for x in (leaf.values, leaf.scales)]
+        right = kinds == [jnp.int8, jnp.float32]
+        found = f"{kinds[0]} values with {kinds[1]} scales"
+    else:
+        found = str(getattr(leaf, "dtype", type(leaf).__name__))
+        right = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)
+    if not right:
+        raise ValueError(
+            f"tail: expected floats, or int8 values with float32 scales, found {found}"
+        )
+
+
 def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
     """`kv` (empty, one sequence) with a tail's rows; its floor is the tail's first row.
 
     Floats go to an int8 cache as the rows that it would have made itself, int8 to a cache of
     floats as the floats that they stand for.
-    ValueError naming what does not fit: layers, row shape, length against capacity, a tail that
-    does not end at its own length, or one shorter than what the drafter may read.
+    ValueError naming what does not fit: kind of rows, layers, row shape, length against capacity, a
+    tail that does not end at its own length, or one shorter than what the drafter may read.
     """
     shape = (config.num_key_value_heads, config.head_dim)
     if len(tail.k) != len(kv.k) or len(tail.v) != len(kv.v):
@@ -343,6 +358,7 @@ def import_tail(config: DFlashConfig, kv: DraftKV, tail: DraftTail) -> DraftKV:
             f"tail: expected {len(kv.k)} layers, found {len(tail.k)} of k and {len(tail.v)} of v"
         )
     for leaf in (*tail.k, *tail.v):
+        _check_kind(leaf)
         if (leaf.shape[0], leaf.shape[2]) != shape:
             found = (leaf.shape[0], leaf.shape[2])
             raise ValueError(f"tail: expected rows of {shape} (kv heads, head_dim), found {found}")

@@ -64,6 +64,8 @@ def round_plan(
         )
     sharding.check_pair(target, draft)
     kernels.check(implementation)
+    if not isinstance(draft_kv_dtype, str) or draft_kv_dtype not in get_args(DraftKVDtype):
+        raise ValueError(f"draft_kv_dtype: expected 'auto' or 'int8', found {draft_kv_dtype!r}")
     same = {
         "capacity": capacity,
         "logprobs": logprobs,
@@ -78,8 +80,6 @@ def round_plan(
     width = between("verify_width", verify_width, 2, harvest.drafts(block) + 1)
     if row_draws not in get_args(RowDraws):
         raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")
-    if draft_kv_dtype not in get_args(DraftKVDtype):
-        raise ValueError(f"draft_kv_dtype: expected 'auto' or 'int8', found {draft_kv_dtype!r}")
     if draft_kv_dtype == "int8":
         for_int8(implementation)
     policy = resolve_policy(

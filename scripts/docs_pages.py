@@ -7,6 +7,7 @@ is read out of the source's docstrings without importing anything; the notebooks
 outputs that they are stored with.
 """
 
+import argparse
 import ast
 import base64
 import json
@@ -259,11 +260,11 @@ def notebook_page(path: Path) -> dict[str, str | bytes]:
 
 def main(arguments: list[str]) -> int:
     """Write all pages under the directory named."""
-    if len(arguments) != 1:
-        print("docs_pages: expected one directory to write to", file=sys.stderr)
-        return 2
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("directory", type=Path, help="where to write them, made where it is not")
+    directory = parser.parse_args(arguments).directory
     for name, content in pages().items():
-        file = Path(arguments[0]) / name
+        file = directory / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.encode())
     return 0

@@ -94,10 +94,10 @@ def parser() -> Parser:
     add("--family", choices=tuple(ARCHITECTURES), default="dflash")
     add("--rank", type=int, default=32, help="of DSpark's Markov head or DFlash2's codebooks")
     add("--top-k", type=int, default=16, help="DFlash2's candidates a slot")
-    add("--layers", type=int, default=3)
+    add("--layers", type=int, help="of the drafter (default: 3)")
     add("--intermediate-size", type=int, help="of its MLPs (default: 1024, or that of --init)")
     add("--block-size", type=int, help="rows a block (default: 8, or that of --init)")
-    add("--taps", type=int, nargs="+", default=list(TAPS), help="tapped target layers")
+    add("--taps", type=int, nargs="+", help=f"tapped target layers (default: {TAPS})")
     add("--mask-id", type=int, help=f"mask token (default: that of {MASK_TOKEN})")
     add("--weighting", choices=("decay", "reach"), default="decay", help="what a slot weighs")
     add("--gamma", type=float, default=4.0, help="slot k weighs exp(-(k-1)/gamma)")
@@ -154,6 +154,13 @@ def check_arguments(args: argparse.Namespace) -> None:
             raise ValueError(f"{_flag(name)}: expected seconds, found nan")
     if args.seed >= 2**32:
         raise ValueError(f"--seed: expected an integer below 2**32, found {args.seed}")
+    for name in ("layers", "taps", "mask_id"):
+        if args.init and getattr(args, name) is not None:
+            raise ValueError(
+                f"{_flag(name)}: expected without --init, whose own it stays, found both"
+            )
+    if args.data and not args.data.is_file():
+        raise FileNotFoundError(f"--data: expected a file, found none at {args.data}")
     if not args.out.name:
         raise ValueError(f"--out: expected the name of a directory, found {str(args.out)!r}")
 
@@ -287,6 +294,7 @@ def first_draft(args, target, codec):
         block = args.block_size or draft.config.block_size
         draft = draft.replace(config=checked(dataclasses.replace(draft.config, block_size=block)))
         if args.intermediate_size:
+            checked(dataclasses.replace(draft.config, intermediate_size=args.intermediate_size))
             draft = widen_mlp(draft, args.intermediate_size, jax.random.key(args.seed))
         if draft.config.family == args.family:
             return draft
@@ -301,8 +309,8 @@ def first_draft(args, target, codec):
     config = drafter_config(
         target,
         mask_token_id=mask,
-        taps=tuple(args.taps),
-        layers=args.layers,
+        taps=tuple(args.taps or TAPS),
+        layers=args.layers or 3,
         intermediate_size=args.intermediate_size or 1024,
         block_size=args.block_size or 8,
     )

@@ -140,6 +140,7 @@ def test_required_keys_have_no_default(key):
         ({"rms_norm_eps": math.nan}, "rms_norm_eps: expected a finite number, found nan"),
         ({"rms_norm_eps": 0}, "rms_norm_eps: expected a positive finite number, found 0"),
         ({"rope_theta": math.inf}, "rope_theta: expected a finite number, found inf"),
+        ({"rms_norm_eps": 1e-50}, "rms_norm_eps: expected a positive finite number, found 1e-50"),
         ({"rope_theta": -1.0}, "rope_theta: expected a positive finite number, found -1.0"),
         ({"head_dim": 15}, "head_dim: expected an even number"),
         ({"num_attention_heads": 5}, "num_attention_heads: expected a multiple of .* 2, found 5"),

@@ -459,6 +459,11 @@ def test_texts_lie_on_both_sides_of_the_targets_edges(loaded):
     assert list(map(len, contexts(target, None, 0))) == [24, 240, 96, 292]
 
 
+def test_a_prompt_of_nothing_is_refused(loaded):
+    with pytest.raises(ValueError, match="prompt 1: expected tokens, found none"):
+        Doctor(loaded, [[1, 2], []])
+
+
 def test_edges_that_no_text_reaches_are_named(loaded, monkeypatch):
     monkeypatch.setattr(clinic, "check_rows", lambda *_: [])
     target = HostedDense(loaded.target)

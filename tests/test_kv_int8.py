@@ -303,6 +303,25 @@ def test_a_tails_scales_are_looked_at(rows):
         import_tail(TINY, cache.allocate(TINY, 1, 64, INT8), tail)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        (lambda x: x.values, "int8"),
+        (lambda x: x.replace(values=x.values.astype(F32)), "float32 values with float32 scales"),
+        (lambda x: x.replace(scales=None), "int8 values with NoneType scales"),
+        (lambda x: "rows", "str"),
+    ],
+    ids=["no scales", "floats with scales", "scales of nothing", "no array"],
+)
+@pytest.mark.parametrize("dtype", [INT8, F32])
+def test_a_tail_of_another_kind_is_refused(rows, wrong, found, dtype):
+    tail = export_tail(TINY, rows[1])
+    tail = dataclasses.replace(tail, k=[wrong(tail.k[0]), *tail.k[1:]])
+    message = "tail: expected floats, or int8 values with float32 scales, found "
+    with pytest.raises(ValueError, match=message + found):
+        import_tail(TINY, cache.allocate(TINY, 1, 64, dtype), tail)
+
+
 @pytest.mark.slow
 def test_a_session_goes_on_from_a_tail():
     session = opened()
@@ -381,10 +400,11 @@ def test_kernels_asked_for_by_name_are_refused(name, monkeypatch):
 # --- options --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("asked", ["int4", "float", None, 8])
+@pytest.mark.parametrize("asked", ["int4", "float", None, 8, np.array(["int8", "auto"])])
 def test_there_are_two_dtypes(asked):
-    with pytest.raises(ValueError, match="draft_kv_dtype: expected 'auto' or 'int8', found"):
-        SpecSession(tiny_target(), tiny_draft(), draft_kv_dtype=asked)
+    for draft in (tiny_draft(), None):
+        with pytest.raises(ValueError, match="draft_kv_dtype: expected 'auto' or 'int8', found"):
+            SpecSession(tiny_target(), draft, draft_kv_dtype=asked)
 
 
 TARGET = ("--target", str(ORACLES / "tiny" / "target"))

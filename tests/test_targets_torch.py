@@ -33,6 +33,8 @@ with warnings.catch_warnings():
         "transformers", minversion="5.15", reason="transformers 5.15 is not installed"
     )
 
+    from safetensors.torch import load_file, save_file
+
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TINY_MODELS = ORACLES / "tiny"
@@ -404,6 +406,49 @@ def forgetful(model):
         return out
 
     model.forward = forward
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A directory with a tiny model, and what rewrites its tensors."""
+    model_of("qwen3").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+
+    def rewrite(change):
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file, {"format": "pt"})
+
+    return tmp_path, rewrite
+
+
+DOWN = "model.layers.1.mlp.down_proj.weight"
+
+
+def test_a_missing_tensor_is_named_not_made_up(saved):
+    directory, rewrite = saved
+    assert load_torch(directory).vocab_size
+    rewrite(lambda tensors: tensors.pop(DOWN))
+    with pytest.raises(ValueError, match=f"expected a tensor {DOWN}, found none$"):
+        load_torch(directory)
+
+
+def test_damaged_weights_are_one_error_that_names_the_directory(saved):
+    directory, rewrite = saved
+    rewrite(lambda tensors: tensors.update({DOWN: tensors[DOWN][:-1].clone()}))
+    with pytest.raises(ValueError, match=f"{directory}: expected weights that load, found: "):
+        load_torch(directory)
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=f"{directory}: expected weights that load, found: "):
+        load_torch(directory)
+
+
+def test_weights_that_are_no_numbers_are_named(saved):
+    directory, rewrite = saved
+    rewrite(lambda tensors: tensors[DOWN].fill_(float("nan")))
+    with pytest.raises(ValueError, match="expected logits that are numbers, found NaN"):
+        load_torch(directory)
 
 
 def test_a_model_that_forgets_its_cache_is_refused():

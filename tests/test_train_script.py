@@ -34,7 +34,8 @@ def run(records, tmp_path_factory):
     def call(name, *options):
         common = ["--target", TINY / "target", "--data", records, "--heldout", records]
         common += ["--out", root / name, "--length", 128, "--batch", 4, "--anchors", 4]
-        common += ["--max-new-tokens", 8, "--steps", 4, "--mask-id", 256, "--devices", 1]
+        common += ["--max-new-tokens", 8, "--steps", 4, "--devices", 1]
+        common += [] if "--init" in options else ["--mask-id", 256]
         return train_drafter.main([str(x) for x in (*common, *options)]), root / name
 
     return call
@@ -96,6 +97,16 @@ def test_what_cannot_run_is_one_line(run, capsys):
         (("--init", "nowhere"), "nowhere"),
         (("--init", TINY / "dflash", "--block-size", 1), "--block-size: expected at least 2, fou"),
         (("--init", TINY / "dflash", "--intermediate-size", 8), "intermediate_size: expected 256"),
+        (
+            ("--init", TINY / "dflash", "--intermediate-size", 2**63),
+            "expected an integer below 2**31",
+        ),
+        (
+            ("--init", TINY / "dflash", "--layers", 7),
+            "--layers: expected without --init, whose own",
+        ),
+        (("--init", TINY / "dflash", "--mask-id", 3), "--mask-id: expected without --init"),
+        ((*SHAPE, "--data", "nosuch.jsonl"), "--data: expected a file, found none at nosuch.jsonl"),
         ((*SHAPE, "--taps", 1, 1), "target_layer_ids: expected distinct ids, found [1, 1]"),
         ((*SHAPE, "--taps", 1, 99), "target_layer_ids: expected ids in 0..5"),
         ((*SHAPE, "--mask-id", 264), "mask_token_id: expected an id below vocab_size 264"),

@@ -91,6 +91,8 @@ class Doctor:
         if prompts is not None:
             size = loaded.target.vocab_size
             ids = [token_ids_of(f"prompt {i}", p, size) for i, p in enumerate(prompts)]
+            if [] in ids:
+                raise ValueError(f"prompt {ids.index([])}: expected tokens, found none")
             self._prompts = ids if self._hosted else [one[-LONGEST:] for one in ids]
         self._work = work or effort(drafting_tables(loaded.target))
         self._raw = statements.raw_config(Path(loaded.name.removeprefix(TORCH)))

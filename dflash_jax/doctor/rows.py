@@ -103,7 +103,7 @@ def _differences(
     size = np.linalg.norm(own - own.mean(-1, keepdims=True), axis=-1)
     shares = np.linalg.norm(ours - own, axis=-1) / np.maximum(size, np.finfo(float).tiny)
     found = []
-    for i, share in enumerate(np.nan_to_num(shares, nan=np.inf)):
+    for i, share in enumerate(np.where(np.isnan(shares), np.inf, shares)):
         if share > allowed:
             tokens = f"token {ours[i].argmax()}, alone {own[i].argmax()}"
             text = f"expected the same logits, found those at position {first + i} off by "

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from safetensors import SafetensorError
 
 from dflash_jax.config import DFlashConfig, check_against_target
 from dflash_jax.extras import require
@@ -311,7 +312,8 @@ class TorchTarget:
         off = np.linalg.norm(np.concatenate([several, one]) - whole[half:])
         forgot = np.linalg.norm(alone - whole[half:])
         share = off / forgot if forgot else np.inf
-        # A NaN is no small share either.
+        if np.isnan(off):
+            raise ValueError(f"{self.name}: expected logits that are numbers, found NaN")
         if not share <= MOST_OFF[min(4, max(2, self.model.dtype.itemsize))]:
             raise NotImplementedError(
                 f"{self.name}: expected a cache that goes on where it was and takes rows back, "
@@ -326,11 +328,22 @@ def load_torch(directory: str | Path, dtype: Any = None, **options: Any) -> Torc
       directory: what `AutoModelForCausalLM.from_pretrained` takes as a local directory.
       dtype: of the weights; default f32 on a CPU, bf16 elsewhere.
       **options: further ones of `from_pretrained` (`attn_implementation`, `trust_remote_code`).
+
+    Raises OSError or ValueError naming the directory, and the tensor, where weights are missing or
+    damaged; for what is not taken see `TorchTarget`.
     """
     torch, transformers = require("torch", "torch"), require("transformers", "torch")
     kind = getattr(torch, str(compute_dtype(dtype)))
-    options = {"dtype": kind, "local_files_only": True} | options
-    model = transformers.AutoModelForCausalLM.from_pretrained(str(directory), **options)
+    options = {"dtype": kind, "local_files_only": True} | options | {"output_loading_info": True}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    try:
+        model, told = load(str(directory), **options)
+    except (RuntimeError, SafetensorError) as error:
+        raise ValueError(f"{directory}: expected weights that load, found: {error}") from error
+    absent = sorted(told["missing_keys"])  # which transformers would make up
+    if absent:
+        more = f" (nor {len(absent) - 1} others)" if len(absent) > 1 else ""
+        raise ValueError(f"{directory}: expected a tensor {absent[0]}, found none{more}")
     return TorchTarget(model.to("cpu" if jax.default_backend() == "cpu" else "cuda").eval())
 
 
