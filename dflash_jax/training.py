@@ -9,6 +9,7 @@ token comes from its hidden row at anchor + k - 1.
 """
 
 import dataclasses
+import json
 import math
 from functools import partial
 from pathlib import Path
@@ -29,9 +30,10 @@ from dflash_jax.config import (
     Family,
     resolve_harvest,
 )
+from dflash_jax.config_json import config_dict, parse_config
 from dflash_jax.draft import DFlashDraft, DFlashLayer, ctx_features
 from dflash_jax.extras import require
-from dflash_jax.keys import printable
+from dflash_jax.keys import printable, reason_of
 from dflash_jax.layers import scaled
 from dflash_jax.leaves import check_finite
 from dflash_jax.losses import Blocks, Heads, Recipe, head_loss
@@ -114,6 +116,10 @@ class Metrics(struct.PyTreeNode):
             "acceptance": float(self.gained / jnp.maximum(self.blocks, 1)),
             "accuracy": (self.correct / jnp.maximum(self.labelled, 1)).tolist(),
         }
+
+
+CONFIG = "config"
+"""Name of the text that a saved state holds beside its leaves: the drafter's `config.json`."""
 
 
 class TrainState(struct.PyTreeNode):
@@ -349,14 +355,18 @@ def save_state(state: TrainState, path: str | Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_file = path.with_name(path.name + ".part")
     leaves: dict[str, Any] = {name: np.asarray(leaf) for name, leaf in named_leaves(state)}
+    leaves[CONFIG] = np.array(json.dumps(config_dict(state.draft.config)))
     with partial_file.open("wb") as file:
         np.savez(file, **leaves)
     partial_file.replace(path)
 
 
 def restore_state(state: TrainState, path: str | Path) -> TrainState:
-    """`state` with every leaf from `path`; ValueError naming one of another name, shape or type."""
+    """`state` with every leaf from `path`; ValueError naming one of another name, shape or type, or
+    what the drafter's config says otherwise.
+    """
     stored, held = read_npz(path), dict(named_leaves(state))
+    _check_config(state.draft.config, stored.pop(CONFIG, None), path)
     odd = sorted(held.keys() ^ stored.keys())
     if odd:
         raise ValueError(
@@ -372,6 +382,21 @@ def restore_state(state: TrainState, path: str | Path) -> TrainState:
         check_finite(stored[name], f"{path}: {name}")
     leaves = [jnp.asarray(stored[name]) for name in held]
     return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+
+def _check_config(config: DFlashConfig, stored: np.ndarray | None, path: str | Path) -> None:
+    """ValueError unless a run's drafter is of this config: not all of it shows in the shapes."""
+    if stored is None or stored.dtype.kind != "U" or stored.ndim:
+        raise ValueError(f"{path}: expected the config of its drafter, found none")
+    try:
+        found = parse_config(json.loads(str(stored)))
+    except ValueError as error:
+        raise ValueError(f"{path}: {CONFIG}: {reason_of(error)}") from None
+    own = parse_config(config_dict(config))  # as it reads when saved
+    for field in dataclasses.fields(own):
+        ours, theirs = getattr(own, field.name), getattr(found, field.name)
+        if ours != theirs:
+            raise ValueError(f"{path}: {field.name}: expected {ours}, found {theirs!r:.200}")
 
 
 def drafter_config(

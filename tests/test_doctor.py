@@ -19,7 +19,7 @@ from dflash_jax.doctor import Doctor, Effort
 from dflash_jax.doctor import config as statements
 from dflash_jax.doctor.probe import WORST, Probe, Setting
 from dflash_jax.doctor.report import merged
-from dflash_jax.doctor.rows import contexts
+from dflash_jax.doctor.rows import check_rows, contexts
 from dflash_jax.doctor.suspects import Tensors, orders, other_taps, suspects
 from dflash_jax.doctor.tensors import check_tensors
 from dflash_jax.doctor.trial import Confidence, sign_test, standard_errors
@@ -457,6 +457,17 @@ def test_texts_lie_on_both_sides_of_the_targets_edges(loaded):
     target.edges, target.max_positions = (4, 100, 298, 500), 300
     assert list(map(len, contexts(target, LINES, 0))) == [18, 36, 96, 292]
     assert list(map(len, contexts(target, None, 0))) == [24, 240, 96, 292]
+
+
+def test_rows_that_cannot_be_run_are_a_finding(loaded):
+    def refuse(start, rows):
+        if rows == 8:
+            raise RuntimeError("no kernel for 8 rows\nlook here")
+        return False
+
+    found = list(check_rows(Fickle(loaded.target, refuse), [LINES[0]]))
+    text = f"expected logits after a text of {len(LINES[0])}, found: no kernel for 8 rows look here"
+    assert [(f.name, f.text) for f in found] == [("one row and several rows", text)]
 
 
 def test_a_prompt_of_nothing_is_refused(loaded):

@@ -422,8 +422,33 @@ def test_a_state_of_another_shape_is_refused(target, small_run, tmp_path):
     save_state(start_training(start, RECIPE), tmp_path / "state.npz")
     other = drafter_config(target, mask_token_id=256, taps=(1, 3), layers=1, block_size=4)
     fresh = start_training(init_draft(other, jax.random.key(0), jnp.float32), RECIPE)
-    with pytest.raises(ValueError, match=r"gate_up.*expected \[512, 128\] .*found \[128, 128\]"):
+    with pytest.raises(ValueError, match="intermediate_size: expected 256, found 64"):
         restore_state(fresh, tmp_path / "state.npz")
+
+
+def test_a_state_of_another_config_or_of_none_is_refused(small_run, tmp_path):
+    """What no shape tells, and what damage does."""
+    start, _ = small_run
+    state, file = start_training(start, RECIPE), tmp_path / "state.npz"
+    save_state(state, file)
+    other = dataclasses.replace(start.config, target_layer_ids=start.config.target_layer_ids[::-1])
+    with pytest.raises(ValueError, match=r"target_layer_ids: expected \(3, 1\), found \(1, 3\)"):
+        restore_state(start_training(start.replace(config=other), RECIPE), file)
+    leaves = dict(np.load(file))
+    for config, message in [
+        (None, "expected the config of its drafter, found none"),
+        (np.array(7), "expected the config of its drafter, found none"),
+        (np.array("{}"), "config: .*expected"),
+        (np.array("{"), "config: "),
+    ]:
+        changed = leaves | {"config": config}
+        np.savez(file, **{name: leaf for name, leaf in changed.items() if leaf is not None})
+        with pytest.raises(ValueError, match=message):
+            restore_state(state, file)
+    shape = leaves["draft.fc"][:1]
+    np.savez(file, **leaves | {"draft.fc": shape})
+    with pytest.raises(ValueError, match=r"draft\.fc: expected .* of float32, found \[1, "):
+        restore_state(state, file)
 
 
 def test_schedule():

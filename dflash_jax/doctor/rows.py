@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dflash_jax.doctor.report import Finding
+from dflash_jax.keys import reason_of
 from dflash_jax.targets import HostedTarget
 
 WIDTH = 8
@@ -59,13 +60,18 @@ def check_rows(target: HostedTarget, texts: Sequence[Sequence[int]]) -> Iterator
     bytes_of_one = target.tables.embedding.dtype.itemsize  # some models widen their logits
     allowed = F32_OFF if bytes_of_one >= 4 else BF16_OFF
     for text in texts:
-        alone, tokens = _one_by_one(target, text)
-        whole, at = [*text, *tokens], len(text)
-        several, _ = _read(target, _opened(target, text)[1], tokens)
+        try:
+            alone, tokens = _one_by_one(target, text)
+            several, _ = _read(target, _opened(target, text)[1], tokens)
+            last, _ = _opened(target, [*text, *tokens])
+        except RuntimeError as error:  # of a kernel, or of memory
+            words = f"expected logits after a text of {len(text)}, found: {reason_of(error)}"
+            yield Finding("target", "one row and several rows", words)
+            return
+        at, end = len(text), len(text) + WIDTH
         verify += _differences(several, alone, allowed, at, f"{WIDTH} rows run at once")
-        last, _ = _opened(target, whole)
-        words = f"all {len(whole)} rows of the text run at once"
-        prompt += _differences(last, alone[-1:], allowed, len(whole) - 1, words)
+        words = f"all {end} rows of the text run at once"
+        prompt += _differences(last, alone[-1:], allowed, end - 1, words)
     for found in (verify, prompt):
         if found:
             yield Finding("target", "one row and several rows", max(found)[1])
