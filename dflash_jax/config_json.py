@@ -184,6 +184,11 @@ def config_dict(config: DFlashConfig) -> dict[str, Any]:
     return raw
 
 
+def as_saved(config: DFlashConfig) -> DFlashConfig:
+    """The config as its `config.json` will be read back; ValueError where that is refused."""
+    return parse_config(config_dict(config))
+
+
 def _rope_dict(rope: RopeConfig) -> dict[str, Any]:
     fields = {k: v for k, v in dataclasses.asdict(rope).items() if v is not None}
     theta = fields.pop("theta")

@@ -30,7 +30,7 @@ from dflash_jax.config import (
     Family,
     resolve_harvest,
 )
-from dflash_jax.config_json import config_dict, parse_config
+from dflash_jax.config_json import as_saved, config_dict, parse_config
 from dflash_jax.draft import DFlashDraft, DFlashLayer, ctx_features
 from dflash_jax.extras import require
 from dflash_jax.keys import printable, reason_of
@@ -392,7 +392,7 @@ def _check_config(config: DFlashConfig, stored: np.ndarray | None, path: str | P
         found = parse_config(json.loads(str(stored)))
     except ValueError as error:
         raise ValueError(f"{path}: {CONFIG}: {reason_of(error)}") from None
-    own = parse_config(config_dict(config))  # as it reads when saved
+    own = as_saved(config)
     for field in dataclasses.fields(own):
         ours, theirs = getattr(own, field.name), getattr(found, field.name)
         if ours != theirs:

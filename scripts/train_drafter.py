@@ -24,8 +24,7 @@ from dflash_jax import corpus as data
 from dflash_jax import trainer
 from dflash_jax.checkpoint import load_draft
 from dflash_jax.cli import Parser, run_command
-from dflash_jax.config import DFlashConfig
-from dflash_jax.config_json import ARCHITECTURES, config_dict, parse_config
+from dflash_jax.config_json import ARCHITECTURES, as_saved
 from dflash_jax.losses import Recipe
 from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, prompt_ids, read_records
@@ -292,13 +291,13 @@ def first_draft(args, target, codec):
     if args.init:
         draft = load_draft(args.init, target, precision=FLOAT)
         block = args.block_size or draft.config.block_size
-        draft = draft.replace(config=checked(dataclasses.replace(draft.config, block_size=block)))
+        draft = draft.replace(config=as_saved(dataclasses.replace(draft.config, block_size=block)))
         if args.intermediate_size:
-            checked(dataclasses.replace(draft.config, intermediate_size=args.intermediate_size))
+            as_saved(dataclasses.replace(draft.config, intermediate_size=args.intermediate_size))
             draft = widen_mlp(draft, args.intermediate_size, jax.random.key(args.seed))
         if draft.config.family == args.family:
             return draft
-        config = checked(family_config(draft.config, args.family, args.rank, args.top_k))
+        config = as_saved(family_config(draft.config, args.family, args.rank, args.top_k))
         fresh = init_draft(config, jax.random.key(args.seed), compute_dtype())
         return adopt_backbone(fresh, draft)
     mask = args.mask_id
@@ -314,16 +313,11 @@ def first_draft(args, target, codec):
         intermediate_size=args.intermediate_size or 1024,
         block_size=args.block_size or 8,
     )
-    config = checked(family_config(config, args.family, args.rank, args.top_k))
+    config = as_saved(family_config(config, args.family, args.rank, args.top_k))
     target.check_drafter(config)
     draft = init_draft(config, jax.random.key(args.seed), compute_dtype())
     # The head is the target's: rows that enter it start out scaled as the target scales its own.
     return draft.replace(norm=target.norm)
-
-
-def checked(config: DFlashConfig) -> DFlashConfig:
-    """The config as its `config.json` will be read back; ValueError where that is refused."""
-    return parse_config(config_dict(config))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import numpy as np
 
 from dflash_jax.doctor.report import Finding
 from dflash_jax.keys import reason_of
-from dflash_jax.targets import HostedTarget
+from dflash_jax.targets import HostedTarget, rounding
 
 WIDTH = 8
 """Rows of a verify."""
@@ -21,9 +21,6 @@ INVENTED, JOINED = 24, 256
 """Tokens of a text where there are no prompts; of all prompts in a row, which are one text more."""
 LONGEST_EDGE_CPU, LONGEST_EDGE = 1024, 8192
 """Longest text made for one of a target's `edges`."""
-F32_OFF, BF16_OFF = 1e-3, 0.1
-"""Most that logits may be off, as a share of their own size: rounding alone, and of weights in 16
-bits an expert or two that it tips over."""
 
 
 def contexts(
@@ -57,8 +54,7 @@ def check_rows(target: HostedTarget, texts: Sequence[Sequence[int]]) -> Iterator
     The worst disagreement of a verify is a finding, and the worst of a whole text.
     """
     verify, prompt = [], []
-    bytes_of_one = target.tables.embedding.dtype.itemsize  # some models widen their logits
-    allowed = F32_OFF if bytes_of_one >= 4 else BF16_OFF
+    allowed = rounding(target.tables.embedding.dtype.itemsize)  # some models widen their logits
     for text in texts:
         try:
             alone, tokens = _one_by_one(target, text)

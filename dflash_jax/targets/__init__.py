@@ -156,6 +156,16 @@ def drafting_tables(target: AnyTarget) -> Any:
     return target.tables if isinstance(target, HostedTarget) else target
 
 
+ROUNDING_F32, ROUNDING_16_BIT = 1e-3, 0.1
+"""What is rounding alone between logits that should be the same, as a share of a size that matters;
+of weights in 16 bits with an expert or two that it tips over."""
+
+
+def rounding(bytes_of_a_weight: int) -> float:
+    """The share up to which logits of a target of such weights count as the same."""
+    return ROUNDING_F32 if bytes_of_a_weight >= 4 else ROUNDING_16_BIT
+
+
 def check_taps(taps: tuple[int, ...], num_layers: int) -> None:
     """Refuse taps outside 0..num_layers - 1 or given twice (ValueError naming id and count)."""
     bad = sorted({i for i in taps if not 0 <= i < num_layers or taps.count(i) > 1})

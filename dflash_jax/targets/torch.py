@@ -23,16 +23,13 @@ from safetensors import SafetensorError
 from dflash_jax.config import DFlashConfig, check_against_target
 from dflash_jax.extras import require
 from dflash_jax.layers import linear
-from dflash_jax.targets import HostedOutput, check_taps
+from dflash_jax.targets import HostedOutput, check_taps, rounding
 from dflash_jax.tensor_files import compute_dtype
 
 ENDLESS = 2**30
 """`max_positions` of a model whose config names none."""
 PROBE = 8
 """Tokens of the check that a model can go on from a cache and take rows back."""
-MOST_OFF = {4: 1e-3, 2: 0.1}
-"""Most that resumed logits may be off, as a share of what forgetting the context would do, by the
-bytes of a weight: rounding alone, and an expert or two that it tips over in 16 bits."""
 
 
 class TorchTables(struct.PyTreeNode):
@@ -314,7 +311,7 @@ class TorchTarget:
         share = off / forgot if forgot else np.inf
         if np.isnan(off):
             raise ValueError(f"{self.name}: expected logits that are numbers, found NaN")
-        if not share <= MOST_OFF[min(4, max(2, self.model.dtype.itemsize))]:
+        if not share <= rounding(self.model.dtype.itemsize):
             raise NotImplementedError(
                 f"{self.name}: expected a cache that goes on where it was and takes rows back, "
                 f"found logits off by {share:.2g} of what no cache at all does"
