@@ -44,6 +44,8 @@ class BlockPlace(struct.PyTreeNode):
       for an empty slot.
     slot `[B]`: first of the contiguous slots that its rows go to.
     end `[B]`: no slot from here on holds context.
+    ancestors `[B, rows]`: of the nodes of a draft tree, int32: bit j of row i is set where row i
+      sees own row j. None: it sees those that `attention_mask` lets it see.
     ring: False where slots lie in ascending order of position, so that a window is a run of slots.
     """
 
@@ -53,6 +55,7 @@ class BlockPlace(struct.PyTreeNode):
     k_pos: jax.Array
     slot: jax.Array
     end: jax.Array
+    ancestors: jax.Array | None = None
     ring: bool = struct.field(pytree_node=False, default=False)
 
 
@@ -140,7 +143,7 @@ def append_and_attend(
     tile = key_tile(batch, rows, heads, slots)
     if tile is None:
         k, v = (read_rows(cache, q.dtype) for cache in (k_cache, v_cache))
-        attended = block_attention(q, k, v, place.q_pos, place.k_pos, **masks)
+        attended = block_attention(q, k, v, place.q_pos, place.k_pos, seen=_seen(place), **masks)
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
@@ -239,6 +242,17 @@ def attention_mask(
     return mask
 
 
+def _seen(place: BlockPlace) -> jax.Array | None:
+    """Which slots the rows of a draft tree see, `[B, rows, slots]`: the context, and ancestors."""
+    if place.ancestors is None:
+        return None
+    rows, slots = place.ancestors.shape[1], place.k_pos.shape[1]
+    own = jnp.arange(slots)[None] - place.slot[:, None]
+    bit = jnp.where((own >= 0) & (own < rows), own, 31)
+    bits = (place.ancestors[:, :, None] >> bit[:, None]) & 1
+    return (bits == 1) | ((own < 0) | (own >= rows))[:, None]
+
+
 def block_attention(
     q: jax.Array,
     k: jax.Array,
@@ -248,6 +262,7 @@ def block_attention(
     *,
     causal: bool,
     window: int | None = None,
+    seen: jax.Array | None = None,
 ) -> jax.Array:
     """Grouped-query attention, softmax in f32, scale head_dim ** -0.5.
 
@@ -256,12 +271,14 @@ def block_attention(
       k, v: `[B, kv_heads, keys, D]`.
       q_pos, k_pos: absolute positions `[B, rows]`, `[B, keys]`; ABSENT marks empty key slots,
         whose contents may be anything.
-      causal, window: see `attention_mask`.
+      causal, window: see `attention_mask`. seen `[B, rows, keys]`: what else a key must pass.
 
     Returns `[B, rows, heads * D]` in q's dtype. A row that sees no key gets the mean of nothing
     in particular, but finite.
     """
     mask = attention_mask(q_pos, k_pos, causal=causal, window=window)
+    if seen is not None:
+        mask = mask & seen
     scores = _scores(q, k, mask)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return _rows_of(_weighted(weights, v, k_pos), q)

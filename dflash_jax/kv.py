@@ -9,6 +9,7 @@ and rope). Every reader sees what was written.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -18,9 +19,10 @@ from flax import struct
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from dflash_jax import sharding
+from dflash_jax import kernels, sharding
 from dflash_jax.config import DFlashConfig
 from dflash_jax.integers import round_up
+from dflash_jax.kernels import Implementation
 
 ABSENT = -1
 """Position of a cache slot that holds nothing: attention never reads it, NaN included."""
@@ -241,6 +243,28 @@ def write_at(buffer: jax.Array, values: jax.Array, start: jax.Array, axis: int) 
     if buffer.shape[0] == 1:
         return jax.lax.dynamic_update_slice_in_dim(buffer, values, start[0], axis)
     return jax.vmap(write)(buffer, values, start)
+
+
+def keep_path(
+    leaves: Sequence[jax.Array],
+    slot: jax.Array,
+    path: jax.Array,
+    implementation: Implementation = None,
+) -> list[jax.Array]:
+    """Caches `[B, kv, slots, D]` with row `slot + path[:, i]` moved to `slot + i`, all in place.
+
+    path `[B, n]`: of the rows written last from `slot [B]` on, those to keep, ascending but for
+    repetitions. The kernel moves those of all layers in one launch. Raises NotImplementedError as
+    `kernels.resolve` does.
+    """
+    if kernels.resolve(implementation) == "pallas":
+        return kernels.kernel("keep_path").keep_path(leaves, slot, path)
+
+    def move(leaf: jax.Array) -> jax.Array:
+        index = (slot[:, None] + path)[:, None, :, None]
+        return write_at(leaf, jnp.take_along_axis(leaf, index, axis=2), slot, axis=2)
+
+    return [move(leaf) for leaf in leaves]
 
 
 def keep_last(slots: Slots, new_pos: jax.Array, rows: int) -> tuple[Slots, jax.Array]:
