@@ -25,6 +25,7 @@ from dflash_jax.sampling import (
     shaped_logits,
 )
 from dflash_jax.targets import Target
+from dflash_jax.tree import MOST_NODES
 from dflash_jax.verify import decide_sampled
 from dflash_jax.window import Costs, Meter
 
@@ -61,9 +62,13 @@ def empty_caches(
     capacity: int,
     draft_kv_dtype: DraftKVDtype = "auto",
 ) -> Caches:
-    """Caches for `capacity` rows a sequence and the padding of a prompt's last chunk."""
+    """Caches for `capacity` rows a sequence and, behind them, the padding of a prompt's last chunk
+    or a round's rows.
+    """
     slack = CHUNKS[0] if draft is None else max(CHUNKS[0], draft.config.block_size + 1)
-    state = target.init_state(batch, capacity + slack)
+    state = target.init_state(
+        batch, capacity + (slack if draft is None else max(slack, MOST_NODES))
+    )
     kv = None
     if draft is not None:
         dtype = cache.held_dtype(draft_kv_dtype, draft.dtype)

@@ -154,6 +154,41 @@ def dspark_chain_sampled(
     return jax.lax.scan(step, start, (base_logits, hidden, uniforms))[1]
 
 
+def pair_scores(
+    markov: MarkovHead,
+    unary: jax.Array,
+    ids: jax.Array,
+    cand: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+) -> jax.Array:
+    """Corrected logits of all pairs of candidates: `[nd, k, k]`, entry [p, i, j] of candidate j of
+    slot p after candidate i of slot p - 1. Slot 0 has one predecessor, the anchor, in every row i.
+
+    Args: unary, ids, cand `[nd, k]`: base logits of candidates, best first, their draft and target
+    ids; hidden `[nd, H]`. A recurrent state is that of the best candidates by themselves.
+    """
+    first = jnp.full_like(cand[:1], anchor)
+    previous = jnp.concatenate([first, cand[:-1]])
+    states = jnp.broadcast_to(markov_state(markov), (cand.shape[0], markov.w1.shape[1]))
+    if markov.kind == "rnn":
+
+        def step(state, slot):
+            token, row = slot
+            return markov_features(markov, token, row, state)[1], state
+
+        states = jax.lax.scan(step, markov_state(markov), (previous[:, 0], hidden))[1]
+
+    def of_pair(token, row, state):
+        return markov_features(markov, token, row, state)[0]
+
+    features = jax.vmap(jax.vmap(of_pair, in_axes=(0, None, None)))(previous, hidden, states)
+    after = markov.w2[ids].astype(features.dtype)
+    contract = (((2,), (2,)), ((0,), (0,)))
+    bias = jax.lax.dot_general(features, after, contract, preferred_element_type=jnp.float32)
+    return unary[:, None] + bias
+
+
 def teacher_logits(
     markov: MarkovHead, base_logits: jax.Array, hidden: jax.Array, previous: jax.Array
 ) -> jax.Array:

@@ -15,10 +15,11 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.integers import round_up
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKVDtype
-from dflash_jax.propose import RowDraws
+from dflash_jax.propose import RowDraws, tree_candidates
 from dflash_jax.round import RoundPlan
 from dflash_jax.sampling import SamplingParams
 from dflash_jax.targets import AnyTarget, HostedTarget, Target
+from dflash_jax.tree import most_nodes
 from dflash_jax.window import (
     Costs,
     DSparkVtPolicy,
@@ -28,6 +29,9 @@ from dflash_jax.window import (
 )
 
 MIN_CAPACITY, CAPACITY_STEP = 256, 4096
+TREE_WIDTH = 16
+"""Nodes of a draft tree where nothing else is asked for: the rows that a GPU's matrix units take at
+the price of one."""
 ALL_ROUNDS = np.iinfo(np.int32).max
 STOPS = 8
 """Stop ids that share a program: sets are padded to a multiple of this."""
@@ -43,6 +47,7 @@ def round_plan(
     policy: DSparkVtPolicy | None = None,
     widths: Sequence[int] | None = None,
     costs: Costs | None = None,
+    tree: bool = False,
     row_draws: RowDraws = "argmax",
     draft_kv_dtype: DraftKVDtype = "auto",
     logprobs: bool = False,
@@ -77,11 +82,19 @@ def round_plan(
     target.check_drafter(draft.config)
     harvest = resolve_harvest(draft.config, harvest)
     block = between("block_size", block_size, 2, draft.config.block_size)
-    width = between("verify_width", verify_width, 2, harvest.drafts(block) + 1)
+    if not isinstance(tree, bool):
+        raise ValueError(f"tree: expected True or False, found {tree!r}")
+    slots = harvest.drafts(block)
+    if tree:
+        verify_width = TREE_WIDTH if verify_width is None else verify_width
+    most = most_nodes(slots, tree_candidates(draft)) if tree else slots + 1
+    width = between("verify_width", verify_width, 2, most)
     if row_draws not in get_args(RowDraws):
         raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")
     if draft_kv_dtype == "int8":
         for_int8(implementation)
+    if tree:
+        policy = _policy_of_trees(target, policy, widths, row_draws)
     policy = resolve_policy(
         policy,
         is_dspark=draft.config.family == "dspark",
@@ -93,10 +106,32 @@ def round_plan(
         harvest=harvest,
         policy=policy,
         widths=_widths(policy, widths, costs, width),
+        tree=tree,
         row_draws=row_draws,
         draft_kv_dtype=draft_kv_dtype,
         **same,
     )
+
+
+def _policy_of_trees(
+    target: AnyTarget,
+    policy: DSparkVtPolicy | None,
+    widths: Sequence[int] | None,
+    row_draws: RowDraws,
+) -> DSparkVtPolicy:
+    """The policy that verifies all nodes; ValueError for what is not made for draft trees."""
+    if isinstance(target, HostedTarget) or not getattr(target, "takes_trees", False):
+        raise ValueError(
+            f"tree: expected a target that takes draft trees, found a {kind_of(target)}"
+        )
+    policy = DSparkVtPolicy("fixed") if policy is None else policy
+    if isinstance(policy, DSparkVtPolicy) and policy.kind != "fixed":
+        raise ValueError(f"tree: expected the window policy 'fixed', found {policy.kind!r}")
+    if widths is not None:
+        raise ValueError(f"tree: expected no widths (its own is verify_width), found {widths!r}")
+    if row_draws != "argmax":
+        raise ValueError(f"tree: expected row_draws 'argmax', found {row_draws!r}")
+    return policy
 
 
 def _widths(

@@ -12,12 +12,17 @@ import jax.numpy as jnp
 from flax import struct
 from jax.core import Tracer
 
-from dflash_jax import markov, selector, sharding
+from dflash_jax import markov, selector, sharding, tree
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kernels import Implementation
 from dflash_jax.layers import linear
 from dflash_jax.sampling import Filters, draw, filtered_probs, first_false
 from dflash_jax.targets import Target
+from dflash_jax.tree import DraftTree
+
+CANDIDATES, PAIRED_CANDIDATES = 8, 16
+"""Candidates of a slot that a draft tree chooses among: of rows drafted independently more change
+nothing; a Markov head brings up some that its rows alone put further down."""
 
 RowDraws = Literal["argmax", "sample"]
 
@@ -29,6 +34,7 @@ class Proposal(struct.PyTreeNode):
     drawn from. The law itself: q_dense `[B, nd, V]`, or q_rows `[B, nd, k]` on candidates
     cand `[B, nd, k]`, or neither, which means one-hot. raws `[B, nd]`: DSpark's confidences before
     the sigmoid, None without a head. fault `[B]`: first slot of non-finite draft logits, else -1.
+    tree: where several continuations are verified; tokens are then its nodes behind the anchor.
     """
 
     tokens: jax.Array
@@ -38,6 +44,7 @@ class Proposal(struct.PyTreeNode):
     cand: jax.Array | None = None
     q_rows: jax.Array | None = None
     raws: jax.Array | None = None
+    tree: DraftTree | None = None
 
     def first(self, slots: int) -> "Proposal":
         """The first `slots` drafts. Laws stay whole: they are looked up by slot."""
@@ -74,14 +81,19 @@ def _own_logits(draft, head, hidden: jax.Array, implementation: Implementation) 
 
 
 def first_fault(logits: jax.Array) -> jax.Array:
-    """`[B, rows, V]` -> `[B]`: the first row whose best logit is not finite, -1 if all are.
+    """`[B, rows, V]` -> `[B]`: the first row whose best logit is not finite, -1 if all are."""
+    return first_false(finite_rows(logits))
+
+
+def finite_rows(logits: jax.Array) -> jax.Array:
+    """Whether the best logit of each row `[B, rows, V]` is finite: `[B, rows]`.
 
     argmax picks a NaN where there is one, so the best logit alone tells. Whoever has these rows'
     argmax too has computed it once.
     """
     ids = jnp.argmax(logits, axis=-1, keepdims=True)
     best = jnp.take_along_axis(logits, ids, axis=-1, mode="promise_in_bounds")[..., 0]
-    return first_false(jnp.isfinite(best))
+    return jnp.isfinite(best)
 
 
 def propose(
@@ -118,6 +130,52 @@ def propose(
     previous = jnp.concatenate([anchor[:, None], proposal.tokens[:, :-1]], axis=1)
     raws = jax.vmap(lambda h, p: markov.confidence_raws(confidence, draft.markov, h, p))
     return proposal.replace(raws=raws(hidden, previous))
+
+
+def propose_tree(
+    draft: DFlashDraft,
+    logits: jax.Array,
+    hidden: jax.Array,
+    anchor: jax.Array,
+    nodes: int,
+    implementation: Implementation = None,
+) -> Proposal:
+    """The draft tree of `nodes` nodes, anchor included, which greedy and sampled rounds share.
+
+    Laws are softmaxes over each slot's candidates: of DFlash rows by themselves, of DSpark and
+    DFlash2 after each candidate of the slot before. Args otherwise and errors as in `propose`.
+    """
+    if draft.dflash2 is None:
+        count = min(tree_candidates(draft), logits.shape[-1])
+        unary, ids = selector.top_candidates(logits, count, implementation, draft.mesh)
+        fault = first_false(jnp.isfinite(unary[..., 0]))
+    else:
+        unary, ids = selector.top_candidates(
+            logits, draft.dflash2.top_k, implementation, draft.mesh
+        )
+        fault = selector.candidate_fault(unary)
+    cand = _target_ids(draft, ids)
+    if draft.dflash2 is not None:
+        head, over = draft.dflash2, (None, None, 0, 0, 0, 0)
+        hproj = selector.hidden_projection(head, hidden)
+        rows = (head.predecessor, head.successor, unary, cand, hproj, anchor)
+        scores = jax.vmap(selector.pair_scores, in_axes=over)(*rows)
+    elif draft.markov is not None:
+        pairs = jax.vmap(partial(markov.pair_scores, draft.markov))
+        scores = pairs(unary, ids, cand, hidden, anchor)
+    else:
+        scores = unary
+    how = sharding.of_laws(draft.mesh, implementation)
+    grown = tree.grow(jax.nn.log_softmax(scores, axis=-1), cand, anchor, nodes, how)
+    tokens = grown.tokens[:, 1:]
+    return Proposal(tokens, jnp.ones(tokens.shape, jnp.float32), fault, tree=grown)
+
+
+def tree_candidates(draft: DFlashDraft) -> int:
+    """Candidates of each slot that this drafter's trees choose among."""
+    if draft.dflash2 is not None:
+        return draft.dflash2.top_k
+    return CANDIDATES if draft.markov is None else PAIRED_CANDIDATES
 
 
 def propose_rows(

@@ -19,10 +19,18 @@ from dflash_jax.draft import DFlashDraft, ctx_features, forward_round, ingest_ct
 from dflash_jax.kernels import Implementation
 from dflash_jax.kv import DraftKV, DraftKVDtype, write_at
 from dflash_jax.layers import scaled
-from dflash_jax.propose import Proposal, RowDraws, draft_logits, first_fault, propose
-from dflash_jax.sampling import Sampler, leading_count, shaped_logits
+from dflash_jax.propose import (
+    Proposal,
+    RowDraws,
+    draft_logits,
+    finite_rows,
+    propose,
+    propose_tree,
+)
+from dflash_jax.sampling import Sampler, first_false, leading_count, shaped_logits
 from dflash_jax.targets import Target
-from dflash_jax.verify import decide_greedy, decide_sampled
+from dflash_jax.tree import DraftTree, kept, path_tokens
+from dflash_jax.verify import Decision, decide_greedy, decide_sampled, decide_tree
 from dflash_jax.window import DSparkVtPolicy, Meter, choose_vt, cost_widths, metered
 
 FIXED = DSparkVtPolicy("fixed")
@@ -38,6 +46,7 @@ class RoundPlan:
     harvest: which of the block's rows are drafts. policy: how wide a round verifies.
     widths: verify widths to compile, ascending, the last one `verify_width`; the narrowest that
       holds every sequence's window runs. 1 is a round without a draft, for the policy `cost`.
+    tree: whether the `verify_width` rows are the nodes of a draft tree, not a chain of drafts.
     sampled: whether any sequence samples; row_draws: see `propose.propose`.
     logprobs: whether to keep the target's log-probability of every emitted token.
     implementation: of the ops that have kernels, see `kernels.resolve`.
@@ -50,11 +59,18 @@ class RoundPlan:
     harvest: DSparkHarvest = DSparkHarvest.DFLASH
     policy: DSparkVtPolicy = FIXED
     widths: tuple[int, ...] = ()
+    tree: bool = False
     sampled: bool = False
     row_draws: RowDraws = "argmax"
     logprobs: bool = False
     implementation: Implementation = None
     draft_kv_dtype: DraftKVDtype = "auto"
+
+    @property
+    def longest(self) -> int:
+        """Most drafts that a round accepts."""
+        most = self.verify_width - 1
+        return min(most, self.harvest.drafts(self.block_size)) if self.tree else most
 
 
 class DecodeState(struct.PyTreeNode):
@@ -100,7 +116,7 @@ class DecodeState(struct.PyTreeNode):
 def propose_block(
     target: Target, draft: DFlashDraft, state: DecodeState, plan: RoundPlan
 ) -> tuple[Proposal, DraftKV]:
-    """Draft one block and propose its first `verify_width - 1` drafts."""
+    """Draft one block and propose its first `verify_width - 1` drafts, or its tree."""
     config = draft.config
     masks = jnp.full((state.anchor.shape[0], plan.block_size - 1), config.mask_token_id, jnp.int32)
     block = jnp.concatenate([state.anchor[:, None], masks], axis=1)
@@ -109,10 +125,13 @@ def propose_block(
     pos = start[:, None] + jnp.arange(plan.block_size)[None]
     assert state.draft is not None
     hidden, kv = forward_round(draft, state.draft, noise, pos, plan.implementation)
-    first, count = plan.harvest.first_row, plan.verify_width - 1
+    first, count = plan.harvest.first_row, plan.longest
     rows = hidden[:, first : first + count]
     with jax.named_scope("propose"):
         logits = draft_logits(target, draft, rows, plan.implementation)
+        if plan.tree:
+            nodes, how = plan.verify_width, plan.implementation
+            return propose_tree(draft, logits, rows, state.anchor, nodes, how), kv
         filters = uniforms = None
         if plan.sampled:
             assert state.sampler is not None
@@ -239,34 +258,44 @@ def settle_round(
     many of them each sequence looks at.
     """
     start, live = state.target.len, ~state.done
-    cand, taps = state.anchor[:, None], ()
+    cand, taps, tree = state.anchor[:, None], (), None
     if proposal is not None:
-        proposal = proposal.first(rows - 1)
+        proposal, tree = proposal.first(rows - 1), proposal.tree
         cand = jnp.concatenate([cand, proposal.tokens], axis=1)
     if draft is not None:
         taps = draft.config.target_layer_ids
     width = jnp.minimum(wide, state.verify_cap)
     with jax.named_scope("verify"):
-        out, target_state = target.forward(state.target, cand, taps, plan.implementation)
+        shape = {} if tree is None else {"tree": tree}
+        out, target_state = target.forward(state.target, cand, taps, plan.implementation, **shape)
         logits = target.logits(out.hidden)
     with jax.named_scope("accept"):
         how = sharding.of_laws(getattr(target, "mesh", None), plan.implementation)
-        decision, history = decide(state, proposal, cand, logits, width, plan.sampled, how)
+        if tree is None:
+            decision, history = decide(state, proposal, cand, logits, width, plan.sampled, how)
+            path, keep = None, lambda rows: rows
+        else:
+            decision, path, history = follow(state, tree, logits, width, plan, how)
+            keep = partial(kept, path=path)
         gain, done = clip_gain(
             state, decision.tokens, decision.accepted, stop_ids, plan.capacity - start
         )
     kv, meter = state.draft, state.meter
     with jax.named_scope("commit"):
-        target_state = target.commit(target_state, gain)
+        if path is None:
+            target_state = target.commit(target_state, gain)
+        else:
+            target_state = target.commit(target_state, gain, path, plan.implementation)
         if draft is not None:
-            pos = start[:, None] + jnp.arange(rows)[None]
-            feats = ctx_features(draft, out.taps, plan.implementation)
+            taps = keep(out.taps)
+            pos = start[:, None] + jnp.arange(taps.shape[1])[None]
+            feats = ctx_features(draft, taps, plan.implementation)
             assert kv is not None
             kv = ingest_ctx(draft, kv, feats, pos, gain, plan.implementation)
     if meter is not None:
         meter = metered(meter, decision.accepted, width, live)
-    state = _record(state, decision.tokens, logits, gain, width, live)
-    draft_fault, target_fault = _faults(proposal, logits, gain, live)
+    state = _record(state, decision.tokens, logits, keep, gain, width, live)
+    draft_fault, target_fault = _faults(proposal, keep(finite_rows(logits)), gain, live)
     return state.replace(
         target=target_state,
         draft=kv,
@@ -298,14 +327,45 @@ def decide(state, proposal, cand, logits, width, sampled: bool, implementation: 
     return decision, history
 
 
-def _record(state, tokens, logits, gain, width, live) -> DecodeState:
+def follow(
+    state: DecodeState,
+    tree: DraftTree,
+    logits: jax.Array,
+    width: jax.Array,
+    plan: RoundPlan,
+    implementation: Implementation,
+) -> tuple[Decision, jax.Array, jax.Array | None]:
+    """`decide` for a draft tree: the decision, the path that it keeps, and the history."""
+    history, sampler, start = state.history, state.sampler, state.target.len
+    if sampler is not None:
+        seen = history
+        if history is not None:
+            # Each node has its own path behind it.
+            own = path_tokens(tree, plan.longest)[:, :, 1:]
+            seen = jnp.broadcast_to(history[:, None], (*own.shape[:2], history.shape[1]))
+            seen = write_at(seen, own, start + 1, axis=2)
+        logits = shaped_logits(sampler, logits, seen, start + 1, tree.depth)
+    decision, path = decide_tree(
+        tree,
+        logits,
+        width,
+        plan.longest,
+        sampler if plan.sampled else None,
+        start,
+        implementation,
+    )
+    if history is not None:
+        history = write_at(history, decision.tokens, start + 1, axis=1)
+    return decision, path, history
+
+
+def _record(state, tokens, logits, keep, gain, width, live) -> DecodeState:
     """The books of a round: emitted tokens, the anchor, gains, windows, log-probabilities."""
     last = jnp.take_along_axis(tokens, jnp.maximum(gain - 1, 0)[:, None], axis=1)[:, 0]
     logprobs = state.logprobs
     if logprobs is not None:
-        of_tokens = jnp.take_along_axis(
-            jax.nn.log_softmax(logits, axis=-1), tokens[..., None], axis=-1
-        )
+        laws = jax.nn.log_softmax(keep(logits), axis=-1)
+        of_tokens = jnp.take_along_axis(laws, tokens[..., None], axis=-1)
         logprobs = write_at(logprobs, of_tokens[..., 0], state.emitted, axis=1)
     return state.replace(
         anchor=jnp.where(gain > 0, last, state.anchor),
@@ -319,9 +379,9 @@ def _record(state, tokens, logits, gain, width, live) -> DecodeState:
     )
 
 
-def _faults(proposal, logits, gain, live) -> tuple[jax.Array, jax.Array]:
+def _faults(proposal, finite, gain, live) -> tuple[jax.Array, jax.Array]:
     """First faulty draft slot and first faulty verify row that counted, -1 for none."""
     none = jnp.full_like(gain, -1)
-    in_target = first_fault(logits)
+    in_target = first_false(finite)
     in_target = jnp.where(live & (in_target < gain), in_target, -1)
     return (none if proposal is None else jnp.where(live, proposal.fault, -1)), in_target

@@ -392,30 +392,34 @@ def make_sampler(
 
 
 def shaped_logits(
-    sampler: Sampler, logits: jax.Array, history: jax.Array | None, length: jax.Array
+    sampler: Sampler,
+    logits: jax.Array,
+    history: jax.Array | None,
+    length: jax.Array,
+    depth: jax.Array | None = None,
 ) -> jax.Array:
     """Penalties, then bias, on verify logits `[B, w, V]`.
 
     Row j sees the first `length[b] + j` tokens of `history [B, n]`: prompt, output with the
-    anchor, and drafts 1..j of this round.
+    anchor, and drafts 1..j of this round. depth `[B, w]`: of the nodes of a draft tree, which see
+    the first `length[b] + depth` tokens of a history of their own, `[B, w, n]`.
     """
     if sampler.penalties is not None:
         assert history is not None
-        counts = jax.vmap(_counts, in_axes=(0, 0, 0, None, None))
-        seen = counts(history, length, sampler.penalties.last_n, *logits.shape[1:])
+        if depth is None:
+            depth = jnp.broadcast_to(jnp.arange(logits.shape[1])[None], logits.shape[:2])
+        over_rows = jax.vmap(_counts, in_axes=(0 if history.ndim == 3 else None, 0, None, None))
+        counts = jax.vmap(over_rows, in_axes=(0, 0, 0, None))
+        ends = length[:, None] + depth
+        seen = counts(history, ends, sampler.penalties.last_n, logits.shape[-1])
         over_rows = jax.vmap(penalised, in_axes=(0, 0, None))
         logits = jax.vmap(over_rows)(logits, seen, sampler.penalties)
     return logits if sampler.bias is None else logits + sampler.bias[:, None]
 
 
-def _counts(history, length, last_n, rows: int, vocabulary: int) -> jax.Array:
-    """How often each id stands in each row's history: `[rows, V]` f32."""
+def _counts(history, end, last_n, vocabulary: int) -> jax.Array:
+    """How often each id stands in the last `last_n` of the first `end` tokens: `[V]` f32."""
     place = jnp.arange(history.shape[0])
-
-    def row(j: jax.Array) -> jax.Array:
-        end = length + j
-        begin = jnp.where(last_n < 0, 0, jnp.maximum(end - last_n, 0))
-        inside = ((place >= begin) & (place < end)).astype(jnp.float32)
-        return jnp.zeros((vocabulary,), jnp.float32).at[history].add(inside)
-
-    return jax.vmap(row)(jnp.arange(rows))
+    begin = jnp.where(last_n < 0, 0, jnp.maximum(end - last_n, 0))
+    inside = ((place >= begin) & (place < end)).astype(jnp.float32)
+    return jnp.zeros((vocabulary,), jnp.float32).at[history].add(inside)

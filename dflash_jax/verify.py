@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from dflash_jax import tree as trees
 from dflash_jax.kernels import Implementation
 from dflash_jax.propose import Proposal
 from dflash_jax.sampling import (
@@ -16,6 +17,7 @@ from dflash_jax.sampling import (
     residual,
     residual_sparse,
 )
+from dflash_jax.tree import DraftTree
 from dflash_jax.window import dspark_accept_prefix
 
 
@@ -32,6 +34,37 @@ def decide_greedy(cand: jax.Array, logits: jax.Array, width: jax.Array) -> Decis
     """Accept drafts while they are the target's argmax (ties to the lower id)."""
     vam = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     return Decision(vam, dspark_accept_prefix(cand, vam, width))
+
+
+def decide_tree(
+    tree: DraftTree,
+    logits: jax.Array,
+    width: jax.Array,
+    longest: int,
+    sampler: Sampler | None = None,
+    start: jax.Array | None = None,
+    implementation: Implementation = None,
+) -> tuple[Decision, jax.Array]:
+    """Follow the target's own tokens through the tree: the decision, and the path `[B, longest + 1]`
+    of nodes that it keeps, see `tree.walk`.
+
+    What the target says after a node is its argmax; with a sampler its draw, at each position by
+    the uniform that plain decoding draws with there. So tokens follow the target's law whatever was
+    drafted, and are those of plain decoding with the same seed.
+
+    Args: logits `[B, n, V]`, penalised and biased; width `[B]`: most rows of the path to keep,
+    anchor included; start `[B]`: position of the anchor.
+    """
+    if sampler is None:
+        after = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    else:
+        assert start is not None
+        law_of = partial(filtered_probs, implementation=implementation)
+        probs = jax.vmap(jax.vmap(law_of, in_axes=(0, None)))(logits, sampler.filters)
+        uniforms = sampler.uniforms("bonus", start[:, None] + 1 + tree.depth)
+        after = jax.vmap(jax.vmap(draw))(probs, uniforms)
+    path, accepted = trees.walk(tree, after, longest, width)
+    return Decision(trees.kept(after, path), accepted), path
 
 
 def decide_sampled(

@@ -13,6 +13,7 @@ import numpy as np
 
 from dflash_jax.config import DFlashConfig
 from dflash_jax.kernels import Implementation
+from dflash_jax.tree import DraftTree
 
 
 class TargetOutput(NamedTuple):
@@ -28,7 +29,10 @@ class TargetOutput(NamedTuple):
 
 @runtime_checkable
 class Target(Protocol):
-    """The target side of speculative decoding. `B` sequences, each at its own length."""
+    """The target side of speculative decoding. `B` sequences, each at its own length.
+
+    A target that takes draft trees is a `TreeTarget`.
+    """
 
     @property
     def hidden_size(self) -> int: ...
@@ -85,6 +89,36 @@ class Target(Protocol):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """`[..., H]` -> f32 `[..., V]`; entries that may never be chosen hold finfo.min."""
+        ...
+
+
+@runtime_checkable
+class TreeTarget(Target, Protocol):
+    """A target whose `forward` and `commit` take draft trees, too."""
+
+    takes_trees: bool
+
+    def forward(
+        self,
+        state: Any,
+        ids: jax.Array,
+        taps: tuple[int, ...],
+        implementation: Implementation = None,
+        tree: DraftTree | None = None,
+    ) -> tuple[TargetOutput, Any]:
+        """tree: of whose nodes `ids` are the tokens. Node i stands at position `state.len + depth`
+        and sees the committed rows and its ancestors."""
+        ...
+
+    def commit(
+        self,
+        state: Any,
+        count: jax.Array,
+        path: jax.Array | None = None,
+        implementation: Implementation = None,
+    ) -> Any:
+        """path `[B, n]`: the rows of the last `forward` whose first `count` are to be kept, in this
+        order: ascending but for repetitions of its last."""
         ...
 
 

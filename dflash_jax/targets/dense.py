@@ -18,10 +18,11 @@ from dflash_jax.attention import BlockPlace, HeadNorms, append_and_attend, proje
 from dflash_jax.config import DFlashConfig, RopeConfig, check_against_target
 from dflash_jax.integers import round_up
 from dflash_jax.kernels import Implementation
-from dflash_jax.kv import ABSENT
+from dflash_jax.kv import ABSENT, keep_path
 from dflash_jax.layers import SUM_TILE, add_norm, gated, linear, rms_norm, rope_tables
 from dflash_jax.sharding import ALONE, Sums
 from dflash_jax.targets import TargetOutput, check_taps
+from dflash_jax.tree import DraftTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,6 +134,10 @@ class DenseTarget(struct.PyTreeNode):
             embedding_rows=self.config.embedding_rows,
         )
 
+    @property
+    def takes_trees(self) -> bool:
+        return True
+
     def embed(self, ids: jax.Array) -> jax.Array:
         return self.embedding[ids]
 
@@ -155,23 +160,35 @@ class DenseTarget(struct.PyTreeNode):
         ids: jax.Array,
         taps: tuple[int, ...] = (),
         implementation: Implementation = None,
+        tree: DraftTree | None = None,
     ) -> tuple[TargetOutput, DenseState]:
         check_taps(taps, self.config.num_hidden_layers)
         run, x = partial(_layers, taps=taps, implementation=implementation), self.embed(ids)
         if self.mesh is None:
-            return run(self, state, x)
+            return run(self, state, x, tree)
         caches = sharding.cache_specs(state, self.config, self.mesh)
         return sharding.per_shard(
             partial(run, sums=sharding.sums(self)),
             self,
             state,
             x,
-            in_specs=(caches, sharding.ROWS),
+            tree,
+            in_specs=(caches, sharding.ROWS, sharding.ROWS),
             out_specs=(sharding.ROWS, caches),
             checked=kernels.resolve(implementation) == "xla",
         )
 
-    def commit(self, state: DenseState, count: jax.Array) -> DenseState:
+    def commit(
+        self,
+        state: DenseState,
+        count: jax.Array,
+        path: jax.Array | None = None,
+        implementation: Implementation = None,
+    ) -> DenseState:
+        if path is not None:
+            how = implementation if self.mesh is None else "xla"
+            leaves = keep_path([*state.k, *state.v], state.len, path, how)
+            state = state.replace(k=leaves[: len(state.k)], v=leaves[len(state.k) :])
         return state.replace(len=state.len + count)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
@@ -189,17 +206,31 @@ def _layers(
     target: DenseTarget,
     state: DenseState,
     x: jax.Array,
+    tree: DraftTree | None,
     taps: tuple[int, ...],
     implementation: Implementation,
     sums: Sums = ALONE,
 ) -> tuple[TargetOutput, DenseState]:
     """`DenseTarget.forward` from embedded rows `x [B, rows, H]` on; `sums`: within a shard."""
     config, rows, eps = target.config, x.shape[1], target.config.rms_norm_eps
-    pos = state.len[:, None] + jnp.arange(rows)[None]
+    depth = jnp.arange(rows)[None] if tree is None else tree.depth
+    pos = state.len[:, None] + depth
     slots = jnp.arange(state.k[0].shape[2])[None]
     k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
+    if tree is not None:
+        own = jnp.clip(slots - state.len[:, None], 0, rows - 1)
+        own_pos = jnp.take_along_axis(pos, own, axis=1, mode="promise_in_bounds")
+        k_pos = jnp.where(slots < state.len[:, None], k_pos, jnp.minimum(k_pos, own_pos))
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
-    place = BlockPlace(cos, sin, q_pos=pos, k_pos=k_pos, slot=state.len, end=state.len)
+    place = BlockPlace(
+        cos,
+        sin,
+        q_pos=pos,
+        k_pos=k_pos,
+        slot=state.len,
+        end=state.len,
+        ancestors=None if tree is None else tree.ancestors,
+    )
     new_k, new_v, tapped = list(state.k), list(state.v), {}
     norms = [layer.input_norm for layer in target.layers] + [target.norm]
     end, h = partial(add_norm, implementation=implementation), rms_norm(x, norms[0], eps)
