@@ -66,9 +66,8 @@ def empty_caches(
     or a round's rows.
     """
     slack = CHUNKS[0] if draft is None else max(CHUNKS[0], draft.config.block_size + 1)
-    state = target.init_state(
-        batch, capacity + (slack if draft is None else max(slack, MOST_NODES))
-    )
+    behind = slack if draft is None else max(slack, MOST_NODES)
+    state = target.init_state(batch, capacity + behind)
     kv = None
     if draft is not None:
         dtype = cache.held_dtype(draft_kv_dtype, draft.dtype)

@@ -271,9 +271,9 @@ def settle_round(
         logits = target.logits(out.hidden)
     with jax.named_scope("accept"):
         how = sharding.of_laws(getattr(target, "mesh", None), plan.implementation)
+        path, keep = None, _all
         if tree is None:
             decision, history = decide(state, proposal, cand, logits, width, plan.sampled, how)
-            path, keep = None, lambda rows: rows
         else:
             decision, path, history = follow(state, tree, logits, width, plan, how)
             keep = partial(kept, path=path)
@@ -282,10 +282,8 @@ def settle_round(
         )
     kv, meter = state.draft, state.meter
     with jax.named_scope("commit"):
-        if path is None:
-            target_state = target.commit(target_state, gain)
-        else:
-            target_state = target.commit(target_state, gain, path, plan.implementation)
+        moved = {} if path is None else {"path": path, "implementation": plan.implementation}
+        target_state = target.commit(target_state, gain, **moved)
         if draft is not None:
             taps = keep(out.taps)
             pos = start[:, None] + jnp.arange(taps.shape[1])[None]
@@ -377,6 +375,10 @@ def _record(state, tokens, logits, keep, gain, width, live) -> DecodeState:
         windows=write_at(state.windows, width[:, None], state.rounds, axis=1),
         logprobs=logprobs,
     )
+
+
+def _all(rows: jax.Array) -> jax.Array:
+    return rows
 
 
 def _faults(proposal, finite, gain, live) -> tuple[jax.Array, jax.Array]:

@@ -45,8 +45,8 @@ def decide_tree(
     start: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[Decision, jax.Array]:
-    """Follow the target's own tokens through the tree: the decision, and the path `[B, longest + 1]`
-    of nodes that it keeps, see `tree.walk`.
+    """Follow the target's own tokens through the tree: the decision, and the nodes of the path that
+    it keeps `[B, longest + 1]`, see `tree.walk`.
 
     What the target says after a node is its argmax; with a sampler its draw, at each position by
     the uniform that plain decoding draws with there. So tokens follow the target's law whatever was

@@ -73,10 +73,11 @@ def resolve_policy(
     return policy
 
 
-def measured_window(family: str, platform: str) -> dict[str, Any]:
+def measured_window(family: str, platform: str, trees: bool = False) -> dict[str, Any]:
     """The `SpecSession` options that decoded fastest with the shipped drafters, as keywords.
 
-    Args: family of the drafter; platform: JAX's name of the backend, `cpu` or another.
+    Args: family of the drafter; platform: JAX's name of the backend, `cpu` or another; trees:
+    whether the target takes draft trees (`dense.DenseTarget` does).
 
     A GPU verifies a whole block at the price of one token. A CPU pays for rows: on two cores, f32,
     a plain step of SmolLM2 takes 25 ms, one of 2 to 5 rows 33 ms, and every block row adds to the

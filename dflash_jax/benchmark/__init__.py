@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from dflash_jax.benchmark.report import Answer, Setting, Trial
+from dflash_jax.benchmark.report import TREE, Answer, Setting, Trial
 from dflash_jax.compare import first_difference, plain_options
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.results import Generation
@@ -138,6 +138,7 @@ def run_trial(
 def setting_of(plan: RoundPlan, batch: int) -> Setting:
     """The setting that a round's plan and a batch size make."""
     policy = plan.policy.kind + (f" {plan.policy.tau:g}" if plan.policy.needs_confidence else "")
+    policy = TREE if plan.tree else policy
     return Setting(batch, plan.block_size, plan.verify_width, policy)
 
 

@@ -11,13 +11,16 @@ from dflash_jax.keys import LARGEST
 from dflash_jax.results import SlotAcceptance, mean_gain
 
 FORMAT = 1
+TREE = "tree"
 MOST_ROWS = 1 << 16
 """Of a round: more are no drafter's, and a table of their slots would fill memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What is varied: sequences decoded together, rows drafted, rows verified at most, policy."""
+    """What is varied: sequences decoded together, rows drafted, rows verified at most, and their
+    window policy, TREE where they are the nodes of a draft tree.
+    """
 
     batch: int
     block_size: int
@@ -83,6 +86,9 @@ class Trial:
     def slots(self) -> SlotAcceptance:
         """Acceptance slot by slot."""
         widths = [width for answer in self.answers for width in answer.verify_widths]
+        if self.setting.policy == TREE:
+            # Its rows are no slots: each slot down to the deepest that was kept was verified.
+            widths = [max(self.gains)] * len(widths)
         return SlotAcceptance.of(self.gains, widths)
 
     @property

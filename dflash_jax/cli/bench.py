@@ -233,7 +233,8 @@ def ways(
     idle = not any((policy or "").startswith("confidence") for policy in asked["window_policy"])
     for block, width, policy in itertools.product(*asked.values()):
         most = harvest.drafts(block or draft.config.block_size) + 1
-        if len(asked["block_size"]) > 1 and width is not None and width > most:
+        several = len(asked["block_size"]) > 1 and not args.tree
+        if several and width is not None and width > most:
             continue
         tau = args.tau if idle or (policy or "").startswith("confidence") else None
         one = {"block_size": block, "verify_width": width, "window_policy": policy, "tau": tau}

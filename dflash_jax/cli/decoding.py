@@ -82,6 +82,12 @@ def _add_round(parser: Any, many: dict[str, Any]) -> None:
         **many,
     )
     parser.add_argument(
+        "--tree",
+        action=argparse.BooleanOptionalAction,
+        help="verify the likeliest continuations of a block together, as a draft tree of "
+        "--verify-width nodes, not one chain of drafts",
+    )
+    parser.add_argument(
         "--window-policy",
         choices=get_args(PolicyKind),
         help="how wide each round verifies (default: the family's own; where no option of a round "
@@ -139,6 +145,7 @@ def session_options(
             f"found {args.window_policy or 'none'}"
         )
     drafting = {
+        "tree": args.tree,
         "block_size": args.block_size,
         "verify_width": args.verify_width,
         "harvest": args.harvest,
@@ -148,15 +155,17 @@ def session_options(
     if draft is not None:
         resolve_harvest(draft.config, args.harvest)
         if all(value is None for value in drafting.values()) and _is_shipped(args.draft):
-            return options | measured_window(draft.config.family, jax.default_backend())
-        kind = drafting.pop("window_policy")
+            trees = getattr(loaded.target, "takes_trees", False)
+            return options | measured_window(draft.config.family, jax.default_backend(), trees)
+        drafting["tree"] = bool(args.tree)
+        kind = drafting.pop("window_policy") or ("fixed" if args.tree else None)
         tau = {} if args.tau is None else {"tau": args.tau}
         policy = resolve_policy(
             DSparkVtPolicy(kind, **tau) if kind else None,
             is_dspark=draft.config.family == "dspark",
             has_confidence=draft.confidence is not None,
         )
-        if args.widths is None:
+        if args.widths is None and not args.tree:
             block, harvest = args.block_size or draft.config.block_size, drafting["harvest"]
             whole = resolve_harvest(draft.config, harvest).drafts(block) + 1
             rows_cost = jax.default_backend() == "cpu"
