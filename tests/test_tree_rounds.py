@@ -159,7 +159,7 @@ def test_non_finite_laws_are_a_fault():
 
 
 def test_candidates_are_those_of_a_smaller_vocabulary():
-    target, draft = tiny_target(), tiny_draft(TINY)
+    draft = tiny_draft(TINY)
     logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
     hidden = jnp.zeros((2, 3, draft.config.hidden_size))
     proposal = propose_tree(draft, logits, hidden, jnp.array([1, 2]), 20)
