@@ -57,18 +57,25 @@ def grow(
       laws: log-probabilities (<= 0) of each slot's candidates, f32 `[B, nd, k]`; or, where they
         depend on the candidate before, `[B, nd, k, k]`: entry [p, i, j] of candidate j of slot p
         after candidate i of slot p - 1 (of slot 0 after the anchor, in every row i).
-      cand: target ids `[B, nd, k]`, different ones in each slot; anchor `[B]`.
+      cand: target ids `[B, nd, k]`, at most 32, different ones in each slot; anchor `[B]`.
       nodes: at most `most_nodes(nd, k)`.
       implementation: the kernel grows all in one launch, the same nodes to the bit.
 
     Ties go to the node that was there first. Of laws that are not finite the tree is some tree.
-    Raises NotImplementedError as `kernels.resolve` does.
+    Raises ValueError for more nodes or candidates than these, NotImplementedError as
+    `kernels.resolve` does.
 
     >>> laws = jnp.log(jnp.array([[[0.6, 0.4], [0.9, 0.1]]]))
     >>> grow(laws, jnp.array([[[5, 6], [7, 8]]]), jnp.array([4]), 4).tokens
     Array([[4, 5, 7, 6]], dtype=int32)
     """
     laws = laws[:, :, None] if laws.ndim == 3 else laws
+    _, slots, _, candidates = laws.shape
+    if candidates > MOST_NODES:
+        raise ValueError(f"candidates: expected at most {MOST_NODES}, found {candidates}")
+    most = most_nodes(slots, candidates)
+    if not 1 <= nodes <= most:
+        raise ValueError(f"nodes: expected 1..{most}, found {nodes}")
     anchor = anchor.astype(jnp.int32)
     if kernels.resolve(implementation) == "pallas":
         return DraftTree(*kernels.kernel("tree").grow(laws, cand, anchor, nodes))
