@@ -36,8 +36,9 @@ from dflash_jax.selector import (
 from dflash_jax.session import SessionOptions, SpecSession, generate
 from dflash_jax.sharding import make_mesh
 from dflash_jax.streaming import Stream, generate_stream
-from dflash_jax.targets import HostedTarget, Target
+from dflash_jax.targets import HostedTarget, Target, TreeTarget
 from dflash_jax.targets.loading import LoadedTarget, load_target
+from dflash_jax.tree import DraftTree
 from dflash_jax.window import (
     DSparkVtPolicy,
     dspark_accept_prefix,
@@ -58,6 +59,7 @@ __all__ = [
     "DSparkHarvest",
     "DSparkVtPolicy",
     "DraftKV",
+    "DraftTree",
     "Generation",
     "HostedTarget",
     "LoadedTarget",
@@ -70,6 +72,7 @@ __all__ = [
     "SpecSession",
     "Stream",
     "Target",
+    "TreeTarget",
     "compare",
     "ctx_features",
     "d2_conv_finish",
