@@ -145,14 +145,22 @@ def _grow(laws: jax.Array, cand: jax.Array, anchor: jax.Array, nodes: int) -> Dr
 
 
 def walk(
-    tree: DraftTree, after: jax.Array, longest: int, cap: jax.Array
+    tree: DraftTree,
+    after: jax.Array,
+    longest: int,
+    cap: jax.Array,
+    implementation: Implementation = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The path that the target takes: nodes `[B, longest + 1]` from the anchor on, and how many
     drafts of it are right `[B]`; behind those, the path repeats its last node.
 
     Args: after `[B, n]`: the target's own token after each node. longest: the deepest node's depth
-    at most. cap `[B]`: rows of a path that may be kept, anchor included.
+    at most. cap `[B]`: rows of a path that may be kept, anchor included. implementation: the kernel
+    is one launch.
     """
+    if kernels.resolve(implementation) == "pallas":
+        fields = (tree.tokens, tree.parent, tree.depth, tree.ancestors)
+        return kernels.kernel("tree").walk(fields, after, longest, cap)
     node = jnp.arange(tree.tokens.shape[1])[None]
     expected = jnp.take_along_axis(after, tree.parent, axis=1)
     right = (node == 0) | ((tree.tokens == expected) & (tree.depth < cap[:, None]))
@@ -176,6 +184,7 @@ def kept(rows: jax.Array, path: jax.Array) -> jax.Array:
 def path_tokens(tree: DraftTree, longest: int) -> jax.Array:
     """Tokens on each node's path by depth `[B, n, longest + 1]`; 0 behind the node itself."""
     nodes = tree.tokens.shape[1]
-    on_path = (tree.ancestors[:, :, None] >> jnp.arange(nodes)[None, None]) & 1
-    depth = tree.depth[:, :, None] == jnp.arange(longest + 1)[None, None]
-    return jnp.einsum("bij,bjd,bj->bid", on_path, depth.astype(jnp.int32), tree.tokens)
+    on_path = (tree.ancestors[:, :, None] >> jnp.arange(nodes)[None, None]) & 1 == 1
+    depth = jnp.arange(longest + 1)[None, :, None] == tree.depth[:, None]
+    here = on_path[:, :, None] & depth[:, None]
+    return jnp.sum(jnp.where(here, tree.tokens[:, None, None], 0), axis=-1)

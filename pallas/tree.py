@@ -1,9 +1,10 @@
-"""A draft tree grown in one launch: one warp a sequence, a lane a node.
+"""A draft tree grown in one launch, and walked in another: one warp a sequence, a lane a node.
 
-What a step waits for is what counts, for each node depends on the one before. So floats compare as
-int32 keys that order as they do: over all lanes of a warp, the greatest of 32 integers, or the one
-that a mask leaves, is a single instruction. A step is two of those to find the node with the best
-child to come, one to read that node's state, two rows of the laws, two more for the best of each.
+Growing, what a step waits for is what counts, for each node depends on the one before. So floats
+compare as int32 keys that order as they do: over all lanes of a warp, the greatest of 32 integers,
+or the one that a mask leaves, is a single instruction. A step is two of those to find the node with
+the best child to come, one to read that node's state, two rows of the laws, two more for the best
+of each.
 """
 
 import jax
@@ -38,6 +39,29 @@ def grow(
         name="tree_grow",
     )
     return tuple(kernel(laws, cand, anchor))
+
+
+def walk(
+    tree: tuple[jax.Array, ...],
+    after: jax.Array,
+    longest: int,
+    cap: jax.Array,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """`tree.walk` of (tokens, parent, depth, ancestors) `[B, n]`: path `[B, longest + 1]` and
+    drafts accepted `[B]`.
+    """
+    batch = after.shape[0]
+    path, accepted = pl.pallas_call(
+        _walk_kernel,
+        out_shape=[jax.ShapeDtypeStruct((batch, n), jnp.int32) for n in (longest + 1, 1)],
+        grid=(batch,),
+        compiler_params=plgpu.CompilerParams(num_warps=1, num_stages=1),
+        interpret=interpret,
+        name="tree_walk",
+    )(*tree, after, cap)
+    return path, accepted[:, 0]
 
 
 def _grow_kernel(laws, cand, anchor, tokens, parents, depths, paths):
@@ -94,6 +118,30 @@ def _grow_kernel(laws, cand, anchor, tokens, parents, depths, paths):
     token = jnp.where(root, anchor[b], drafted)
     for ref, values in ((tokens, token), (parents, parent), (depths, depth), (paths, path)):
         plgpu.store(ref.at[b, lanes], values, mask=lanes < nodes)
+
+
+def _walk_kernel(tokens, parents, depths, paths, after, cap, path, accepted):
+    b, lanes = pl.program_id(0), jnp.arange(LANES)
+    nodes, rows = tokens.shape[1], path.shape[1]
+    real = lanes < nodes
+
+    def load(ref, index):
+        return plgpu.load(ref.at[b, index], mask=real, other=0)
+
+    token, parent, depth, lineage = (load(ref, lanes) for ref in (tokens, parents, depths, paths))
+    right = (lanes == 0) | ((token == load(after, parent)) & (depth < cap[b]))
+    wrong = jnp.sum(jnp.where(right, 0, 1 << lanes))
+    # The deepest node, of several the first. A lane without a node ranks below the anchor.
+    rank = jnp.max(jnp.where(lineage & wrong == 0, depth * LANES - lanes, -LANES))
+    deepest = (rank + LANES - 1) // LANES
+    last = deepest * LANES - rank
+    on_path = (jnp.sum(jnp.where(lanes == last, lineage, 0)) >> lanes) & 1 == 1
+    on_path &= depth < rows
+    accepted[b, 0] = deepest
+    # Interpreted, a store puts back what was there where its mask is off: so let that be nowhere.
+    plgpu.store(path.at[b, jnp.where(on_path, depth, rows)], lanes, mask=on_path)
+    behind = (lanes > deepest) & (lanes < rows)
+    plgpu.store(path.at[b, lanes], jnp.full_like(lanes, last), mask=behind)
 
 
 def _nearer(laws, b):

@@ -1,4 +1,6 @@
-"""The kernel that grows draft trees against the reference: interpreted here, compiled on a GPU."""
+"""The kernels that grow and walk draft trees against the reference: interpreted here, compiled on a
+GPU.
+"""
 
 from functools import partial
 
@@ -7,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cuda import ampere, launches, lowered
-from trees import tree_problem
+from trees import answers, tree_problem
 
 from dflash_jax import kernels, tree
 
@@ -27,6 +29,16 @@ def grow(laws, cand, anchor, nodes, implementation="xla"):
 def interpreted(laws, cand, anchor, nodes):
     laws = laws if laws.ndim == 4 else laws[:, :, None]
     return tree.DraftTree(*kernel.grow(laws, cand, anchor, nodes, interpret=True))
+
+
+@partial(jax.jit, static_argnames=("longest", "implementation"))
+def walk(grown, after, longest, cap, implementation="xla"):
+    return tree.walk(grown, after, longest, cap, implementation)
+
+
+@partial(jax.jit, static_argnames="longest")
+def interpreted_walk(grown, after, longest, cap):
+    return kernel.walk(jax.tree.leaves(grown), after, longest, cap, interpret=True)
 
 
 def problems(batch, *law):
@@ -94,6 +106,27 @@ def test_inside_a_loop():
     assert_same(jax.jit(partial(last, interpreted))(), jax.jit(partial(last, grow))())
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_paths_are_the_references(shape):
+    *law, nodes = shape
+    longest = min(law[0], nodes - 1)
+    grown = grow(*tree_problem(48, *law), nodes)
+    after, cap = answers(grown, longest)
+    path, accepted = walk(grown, after, longest, cap)
+    assert_same(interpreted_walk(grown, after, longest, cap), (path, accepted))
+    assert len(np.unique(np.asarray(accepted))) > 1
+
+
+def test_a_walk_of_twins_or_of_nodes_too_deep():
+    """The first of several deepest nodes; and never a node behind the path's last row."""
+    fields = ([4, 5, 5, 6, 6], [0, 0, 0, 1, 2], [0, 1, 1, 2, 2], [1, 3, 5, 11, 21])
+    grown = tree.DraftTree(*(jnp.asarray([x], jnp.int32) for x in fields))
+    after, cap = jnp.asarray([[5, 6, 6, 0, 0]], jnp.int32), jnp.asarray([3], jnp.int32)
+    assert_same(interpreted_walk(grown, after, 2, cap), walk(grown, after, 2, cap))
+    assert interpreted_walk(grown, after, 3, cap)[0].tolist() == [[0, 1, 3, 3]]
+    assert interpreted_walk(grown, after, 1, cap)[0].tolist() == [[0, 1]]
+
+
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_one_launch_on_a_gpu(monkeypatch, preset, batch):
@@ -101,13 +134,21 @@ def test_one_launch_on_a_gpu(monkeypatch, preset, batch):
     *law, nodes = PRESETS[preset]
     program = lowered(lambda *args: tree.grow(*args, nodes), *tree_problem(batch, *law))
     assert launches(program) == 1
+    ids = jax.ShapeDtypeStruct((batch, nodes), jnp.int32)
+    args = tree.DraftTree(*[ids] * 4), ids, jax.ShapeDtypeStruct((batch,), jnp.int32)
+    program = lowered(lambda grown, after, cap: tree.walk(grown, after, law[0], cap), *args)
+    assert launches(program) == 1
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [*SHAPES, *PRESETS.values()], ids=str)
-def test_compiled_it_grows_the_same_nodes_and_repeats(shape):
+def test_compiled_they_grow_and_walk_the_same_nodes(shape):
     *law, nodes = shape
     for problem in problems(5, *law):
         got, again = (grow(*problem, nodes, "pallas") for _ in range(2))
         assert_same(got, grow(*problem, nodes))
         assert_same(again, got)
+        longest = min(law[0], nodes - 1)
+        after, cap = answers(got, longest)
+        expected = walk(got, after, longest, cap)
+        assert_same(walk(got, after, longest, cap, "pallas"), expected)

@@ -8,12 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from trees import tree_problem
+from trees import answers, tree_problem
 
 from dflash_jax import tree
 from dflash_jax.tree import MOST_NODES, DraftTree, most_nodes
 
 grow = jax.jit(partial(tree.grow, implementation="xla"), static_argnums=3)
+walk = jax.jit(partial(tree.walk, implementation="xla"), static_argnums=2)
 SHAPES = [(7, 1, 8, 16), (3, 1, 5, 31), (5, 6, 6, 24), (2, 32, 32, 32), (1, 1, 5, 6), (9, 1, 1, 10)]
 """(slots, candidates before, candidates, nodes)."""
 
@@ -112,9 +113,8 @@ def test_more_candidates_than_bits_are_refused():
         tree.grow(laws, cand, anchor, 4)
 
 
-def walked(grown, after, cap):
+def walked(tokens, parent, depth, after, cap):
     """The nodes that the target takes of one tree, by hand."""
-    tokens, parent, depth, _ = grown
     path = [0]
     while True:
         here = path[-1]
@@ -130,22 +130,13 @@ def test_the_walk_is_the_path_that_the_target_says(shape):
     trees, longest = 64, shape[0]
     laws, cand, anchor = tree_problem(trees, *law)
     grown = grow(laws, cand, anchor, nodes)
-    rng = np.random.default_rng(1)
-    # After most nodes, the token of one of their children.
-    after = rng.integers(0, 1000, (trees, nodes))
-    for b, node in np.argwhere(rng.random((trees, nodes)) < 0.8):
-        children = np.flatnonzero(np.asarray(grown.parent[b]) == node)
-        children = children[children > 0]
-        if children.size:
-            after[b, node] = int(grown.tokens[b, rng.choice(children)])
-    cap = rng.integers(1, longest + 2, trees)
-    args = (jnp.asarray(x, jnp.int32) for x in (after, cap))
-    path, accepted = jax.jit(tree.walk, static_argnums=2)(grown, next(args), longest, next(args))
+    after, cap = answers(grown, longest)
+    path, accepted = walk(grown, after, longest, cap)
     assert path.shape == (trees, longest + 1)
     assert path.dtype == accepted.dtype == jnp.int32
-    fields = (grown.tokens, grown.parent, grown.depth, grown.ancestors)
+    fields = (grown.tokens, grown.parent, grown.depth)
     for b in range(trees):
-        expected = walked([np.asarray(x[b]) for x in fields], after[b], cap[b])
+        expected = walked(*(np.asarray(x[b]) for x in (*fields, after, cap)))
         assert int(accepted[b]) == len(expected) - 1
         padding = [expected[-1]] * (longest + 1 - len(expected))
         assert path[b].tolist() == expected + padding

@@ -1,4 +1,4 @@
-"""Laws to grow draft trees by."""
+"""Laws to grow draft trees by, and answers to walk them by."""
 
 import jax
 import jax.numpy as jnp
@@ -18,3 +18,19 @@ def tree_problem(batch, slots, befores, candidates, *, tied=False, seed=0):
     cand = jnp.asarray(np.reshape(ids, (batch, slots, candidates)), jnp.int32)
     anchor = jnp.asarray(rng.integers(0, 1000, batch), jnp.int32)
     return laws[:, :, 0] if befores == 1 else laws, cand, anchor
+
+
+def answers(grown, longest, *, seed=1):
+    """What a target says after each node, `[B, n]`, mostly the token of one of its children; and
+    caps `[B]` of 1 to `longest` + 1.
+    """
+    rng = np.random.default_rng(seed)
+    tokens, parent = np.asarray(grown.tokens), np.asarray(grown.parent)
+    after = rng.integers(0, 1000, tokens.shape)
+    for b, node in np.argwhere(rng.random(tokens.shape) < 0.8):
+        children = np.flatnonzero(parent[b] == node)
+        children = children[children > 0]
+        if children.size:
+            after[b, node] = tokens[b, rng.choice(children)]
+    cap = rng.integers(1, longest + 2, len(tokens))
+    return jnp.asarray(after, jnp.int32), jnp.asarray(cap, jnp.int32)
