@@ -53,7 +53,8 @@ def decide_tree(
     drafted, and are those of plain decoding with the same seed.
 
     Args: logits `[B, n, V]`, penalised and biased; width `[B]`: most rows of the path to keep,
-    anchor included; start `[B]`: position of the anchor.
+    anchor included; start `[B]`: position of the anchor. implementation: of the filters, see
+    `sampling.leading`, and of the walk.
     """
     if sampler is None:
         after = jnp.argmax(logits, axis=-1).astype(jnp.int32)
@@ -63,7 +64,7 @@ def decide_tree(
         probs = jax.vmap(jax.vmap(law_of, in_axes=(0, None)))(logits, sampler.filters)
         uniforms = sampler.uniforms("bonus", start[:, None] + 1 + tree.depth)
         after = jax.vmap(jax.vmap(draw))(probs, uniforms)
-    path, accepted = trees.walk(tree, after, longest, width)
+    path, accepted = trees.walk(tree, after, longest, width, implementation)
     return Decision(trees.kept(after, path), accepted), path
 
 

@@ -12,6 +12,7 @@ from cuda import ampere, launches, lowered
 from trees import answers, tree_problem
 
 from dflash_jax import kernels, tree
+from dflash_jax.verify import decide_tree
 
 kernel = kernels.kernel("tree")
 pytestmark = pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
@@ -138,6 +139,15 @@ def test_one_launch_on_a_gpu(monkeypatch, preset, batch):
     args = tree.DraftTree(*[ids] * 4), ids, jax.ShapeDtypeStruct((batch,), jnp.int32)
     program = lowered(lambda grown, after, cap: tree.walk(grown, after, law[0], cap), *args)
     assert launches(program) == 1
+
+
+@pytest.mark.parametrize(("implementation", "count"), [(None, 1), ("xla", 0)])
+def test_a_decision_walks_as_it_is_told(monkeypatch, implementation, count):
+    monkeypatch.setattr(kernels, "device_refusal", ampere)
+    grown = grow(*tree_problem(2, 3, 1, 4), 8)
+    logits, width = jnp.zeros((2, 8, 5)), jnp.full((2,), 4, jnp.int32)
+    decide = partial(decide_tree, longest=3, implementation=implementation)
+    assert launches(lowered(decide, grown, logits, width)) == count
 
 
 @pytest.mark.gpu
