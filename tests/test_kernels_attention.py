@@ -16,6 +16,7 @@ from dflash_jax import kv as cache
 from dflash_jax.attention import BlockPlace, append_and_attend
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rope_frequencies
+from dflash_jax.tree import grow
 
 # jax 0.11 and newer still ship the Triton backend, with a warning.
 pytestmark = [
@@ -71,6 +72,23 @@ def place_of(q_pos, k_pos, slot, end, dim, ring=False):
     angles = q_pos[..., None] * inv_freq[None, None]
     numbers = (jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, slot, end))
     return BlockPlace(jnp.cos(angles), jnp.sin(angles), *numbers, ring)
+
+
+def on_a_tree(args, seed=0):
+    """A block of `problem`, its rows the nodes of a tree of random laws."""
+    qkv, norms, eps, place, k, v = args
+    rng, (batch, rows) = np.random.default_rng(seed), place.q_pos.shape
+    laws = jnp.asarray(np.log(rng.dirichlet(np.ones(4), (batch, 8))), F32)
+    cand = jnp.tile(jnp.arange(4), (batch, 8, 1))
+    tree = grow(laws, cand, jnp.zeros((batch,), jnp.int32), rows)
+    depth, start = np.asarray(tree.depth), np.asarray(place.q_pos)[:, :1]
+    assert (np.diff(depth) < 1).any(), "nodes share positions"
+    at = np.arange(place.k_pos.shape[1]) - np.asarray(place.slot)[:, None]
+    own = np.take_along_axis(start + depth, np.clip(at, 0, rows - 1), axis=1)
+    k_pos = np.where((at >= 0) & (at < rows), own, place.k_pos)
+    dim, ring = 2 * place.cos.shape[-1], place.ring
+    place = place_of(start + depth, k_pos, place.slot, place.end, dim, ring)
+    return qkv, norms, eps, place.replace(ancestors=tree.ancestors), k, v
 
 
 def turned_ring(turns_at, rows=4, dim=32, dtype=F32, heads=4, kv_heads=2):
