@@ -44,9 +44,9 @@ class BlockPlace(struct.PyTreeNode):
       for an empty slot.
     slot `[B]`: first of the contiguous slots that its rows go to.
     end `[B]`: no slot from here on holds context.
-    ancestors `[B, rows]`: of the nodes of a draft tree, int32: bit j of row i is set where row i
-      sees own row j. None: it sees those that `attention_mask` lets it see.
     ring: False where slots lie in ascending order of position, so that a window is a run of slots.
+    ancestors `[B, rows]`: of the nodes of a draft tree, at most 32, int32: bit j of row i is set
+      where row i sees own row j. None: it sees those that `attention_mask` lets it see.
     """
 
     cos: jax.Array
@@ -55,8 +55,8 @@ class BlockPlace(struct.PyTreeNode):
     k_pos: jax.Array
     slot: jax.Array
     end: jax.Array
-    ancestors: jax.Array | None = None
     ring: bool = struct.field(pytree_node=False, default=False)
+    ancestors: jax.Array | None = None
 
 
 def project_qkv(
@@ -113,8 +113,12 @@ def append_and_attend(
     Returns attended rows `[B, rows, heads * D]` in the model's dtype, and both caches with the
     block's rows written. What empty slots hold, NaN included, changes nothing. Raises
     NotImplementedError as `kernels.resolve` and `kernels.mosaic_kernel` do, where "mosaic" cannot
-    take the arrays, and for kernels asked to read int8.
+    take the arrays, and for kernels asked to read int8; ValueError for a tree of more than `NARROW`
+    rows.
     """
+    rows = qkv.shape[-2]
+    if place.ancestors is not None and rows > NARROW:
+        raise ValueError(f"rows of a tree: expected at most {NARROW}, found {rows}")
     if isinstance(k_cache, QuantizedRows):
         implementation = for_int8(implementation)
     else:

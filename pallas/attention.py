@@ -101,6 +101,7 @@ class _Spec:
     causal: bool
     window: int | None
     ring: bool
+    tree: bool
     dtype: jnp.dtype
 
     @property
@@ -165,6 +166,7 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
+        tree=place.ancestors is not None,
         dtype=qkv.dtype,
     )
     sums, k_cache, v_cache = _attend(spec, qkv, norms, place, k_cache, v_cache, interpret)
@@ -198,7 +200,8 @@ def _attend(spec, qkv, norms, place, k_cache, v_cache, interpret):
         sums.append(sums[1])
         sum_specs = [_split_spec(shape) for shape in sums]
     flat = [x.reshape(batch, -1) for x in (qkv, place.cos, place.sin)]
-    inputs = [*flat, place.q_pos, place.k_pos, place.slot, place.end, *(norms or ())]
+    tree = [place.ancestors] if spec.tree else []
+    inputs = [*flat, place.q_pos, place.k_pos, place.slot, place.end, *tree, *(norms or ())]
     specs = [_row_spec(x) if x.ndim == 2 else pl.BlockSpec() for x in inputs]
     shapes = [*sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_cache, v_cache))]
     *sums, k_cache, v_cache = pl.pallas_call(
@@ -296,6 +299,7 @@ def _query_rows(spec: _Spec, kv_head, start, count: int):
 
 def _attend_kernel(spec: _Spec, *refs):
     qkv, cos, sin, q_pos_ref, k_pos_ref, slot_ref, end_ref, *refs = refs
+    tree, refs = (refs[0], refs[1:]) if spec.tree else (None, refs)
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_old, v_old, *outs, k_new, v_new = refs
     batch, kv_head, split = (pl.program_id(axis) for axis in range(3))
@@ -305,6 +309,7 @@ def _attend_kernel(spec: _Spec, *refs):
     row, head, live = _query_rows(spec, kv_head, 0, spec.padded)
     q = _rotated(spec, qkv, row, head, live, norms[0], (cos, sin))
     q_pos = plgpu.load(q_pos_ref.at[row], mask=live, other=0)
+    ancestors = plgpu.load(tree.at[row], mask=live, other=0) if spec.tree else None
     own_rows = jnp.arange(_pad(spec.rows))
     own_k, own_v = _block_rows(
         spec, qkv, kv_head, norms[1], (cos, sin), own_rows, own_rows < spec.rows
@@ -317,7 +322,8 @@ def _attend_kernel(spec: _Spec, *refs):
             if spec.aligned:
                 return state
             own_pos = plgpu.load(q_pos_ref.at[own_rows], mask=own_rows < spec.rows, other=ABSENT)
-            return _accumulate(spec, q, q_pos, own_k, own_v, own_pos, state)
+            seen = _seen(spec, ancestors, own_rows)
+            return _accumulate(spec, q, q_pos, own_k, own_v, own_pos, state, seen)
 
         def body(step, state):
             rows = _context_rows(spec, k_old, v_old, k_pos_ref, first, end, slot, step)
@@ -325,8 +331,10 @@ def _attend_kernel(spec: _Spec, *refs):
 
         def body_with_own(left_and_state):
             left, state = left_and_state
-            rows = _rows_with_own(spec, k_old, v_old, k_pos_ref, slot, stop - left, own_k, own_v)
-            return left - 1, _accumulate(spec, q, q_pos, *rows, state)
+            step = stop - left
+            rows = _rows_with_own(spec, k_old, v_old, k_pos_ref, slot, step, own_k, own_v)
+            at = step * spec.tiling.keys + jnp.arange(spec.tiling.keys) - slot
+            return left - 1, _accumulate(spec, q, q_pos, *rows, state, _seen(spec, ancestors, at))
 
         state = (
             jnp.full((spec.padded,), _LEAST, jnp.float32),
@@ -456,10 +464,24 @@ def _rows_with_own(spec: _Spec, k_ref, v_ref, k_pos_ref, slot, step, own_k, own_
     return k, rows(v_ref, 0, own_v), k_pos
 
 
-def _accumulate(spec: _Spec, q, q_pos, k, v, k_pos, state):
-    """Online softmax: running maximum, sum of weights and weighted values, one step further."""
+def _seen(spec: _Spec, ancestors, row):
+    """Which keys the nodes of a tree see, by the key's own row; those that are none, all see."""
+    if not spec.tree:
+        return None
+    own = (row >= 0) & (row < spec.rows)
+    bit = jnp.where(own, jnp.left_shift(1, row), 0)
+    return (~ancestors[:, None] & bit[None, :]) == 0
+
+
+def _accumulate(spec: _Spec, q, q_pos, k, v, k_pos, state, seen=None):
+    """Online softmax: running maximum, sum of weights and weighted values, one step further.
+
+    seen: what else a key must pass.
+    """
     top, total, acc = state
     mask = attention_mask(q_pos, k_pos, causal=spec.causal, window=spec.window)
+    if seen is not None:
+        mask = mask & seen
     scores = sum(_dot(a, b, 1) for a, b in zip(q, k, strict=True))
     # Powers of two are what the hardware has: the factor of e goes into the scale.
     scores = scores * (spec.dim**-0.5 * math.log2(math.e))

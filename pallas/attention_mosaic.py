@@ -107,11 +107,15 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
+        tree=place.ancestors is not None,
         parts=parts[0] if parts else 0,
         interpret=interpreted() if interpret is True else interpret,
     )
     # The same for all layers that share a book: made once for all of them.
-    tables = [_by_query(spec, x) for x in (place.cos, place.sin, place.q_pos)]
+    numbers = place.q_pos
+    if place.ancestors is not None:
+        numbers = jnp.stack([numbers, ~place.ancestors], axis=-1)
+    tables = [_by_query(spec, x) for x in (place.cos, place.sin, numbers)]
     inputs = [*tables, place.k_pos.reshape(-1), place.slot, place.end, *(norms or ())]
     k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
     out, *_ = _launch(spec)(qkv, *inputs, k_ref, v_ref)
@@ -186,7 +190,7 @@ def _scratch(spec: Spec):
     return scratch
 
 
-def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
+def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scratch):
     """One warpgroup. Barriers are not inserted by themselves: `commit_smem` is one."""
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_cache, v_cache, out, *sums = refs
@@ -196,7 +200,8 @@ def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch
     worker = warpgroup * SPLITS + split
     at = _Scratch(**scratch)
     qkv = qkv.at[:, batch] if spec.parts else qkv.at[batch]
-    cos, sin, q_pos, out = (x.at[batch] for x in (cos, sin, q_pos, out))
+    cos, sin, numbers, out = (x.at[batch] for x in (cos, sin, numbers, out))
+    by_row = [numbers.at[:, i] for i in range(2)] if spec.tree else [numbers]
     caches = [x.at[batch, kv_head] for x in (k_cache, v_cache)]
     sums = [x.at[batch, kv_head, part] for x in sums]
     head = kv_head * spec.groups + part * spec.held
@@ -241,7 +246,7 @@ def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch
         fetch_first(owned=True)
 
     plgpu.barrier_wait(at.q_here)
-    mine = _attend(spec, at, share, warpgroup, load(q_pos, DOWN), fetch)
+    mine = _attend(spec, at, share, warpgroup, [load(x, DOWN) for x in by_row], fetch)
     _exchange(spec, at, sums, out, mine, head, worker, warpgroup)
 
 
@@ -343,16 +348,22 @@ def _rotate(spec: Spec, raw, ref, norm, tables):
     plgpu.commit_smem()
 
 
-def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, q_pos, fetch):
-    """A worker's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`."""
+def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, by_row, fetch):
+    """A worker's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`.
+
+    by_row: position of each query row and, of a tree, a bit for each own row that it may not see.
+    """
 
     def step(i, state):
         stage = warpgroup * spec.stages + jax.lax.rem(i, jnp.int32(spec.stages))
         plgpu.barrier_wait(at.tile_here.at[stage])
         start = share.tile(i) * KEYS
 
+        def slots_of(layout):
+            return start + plgpu.layout_cast(jnp.arange(KEYS, dtype=jnp.int32), layout)
+
         def places(layout):
-            slots = start + plgpu.layout_cast(jnp.arange(KEYS, dtype=jnp.int32), layout)
+            slots = slots_of(layout)
             here = (slots >= share.first) & (slots < share.limit)
             return jnp.where(here, load(at.places.at[stage], layout), ABSENT)
 
@@ -364,7 +375,12 @@ def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, q_pos, fetch):
             at.v.at[stage][...] = jnp.where(held, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
-        state = _accumulate(spec, at, warpgroup, q_pos, places(ACROSS), stage, state)
+        by_key = [places(ACROSS)]
+        if spec.tree:
+            row = slots_of(ACROSS) - share.slot
+            own = (row >= 0) & (row < spec.rows)
+            by_key.append(jnp.where(own, jnp.left_shift(1, row), 0))
+        state = _accumulate(spec, at, warpgroup, by_row, by_key, stage, state)
 
         @pl.when(i + spec.stages < share.steps)
         def _():
@@ -381,17 +397,22 @@ def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, q_pos, fetch):
     return jax.lax.fori_loop(0, share.steps, step, state)
 
 
-def _accumulate(spec: Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state):
-    """Online softmax: weighted values, running maximum and sum of weights, one tile further."""
+def _accumulate(spec: Spec, at: _Scratch, warpgroup, by_row, by_key, stage, state):
+    """Online softmax: weighted values, running maximum and sum of weights, one tile further.
+
+    by_row: see `_attend`; by_key: positions and, of a tree, an own row's bit, 0 for all others.
+    """
     acc, top, total = state
     shape = (QUERIES, KEYS)
     scores = product(at.q, at.k.at[stage].transpose((1, 0)), shape)
     # Powers of two are what the hardware has: the factor of e goes into the scale.
     scores = scores * (spec.dim**-0.5 * _LOG2_E)
-    seen = spread(k_pos, shape, 1)
+    seen = spread(by_key[0], shape, 1)
     mask = seen != ABSENT
+    if spec.tree:
+        mask = mask & (spread(by_key[1], shape, 1) & spread(by_row[1], shape, 0) == 0)
     if spec.causal or spec.window is not None:
-        distance = spread(q_pos, shape, 0) - seen
+        distance = spread(by_row[0], shape, 0) - seen
     if spec.causal:
         mask = mask & (distance >= 0)
     if spec.window is not None:

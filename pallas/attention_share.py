@@ -22,7 +22,9 @@ QUERIES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Static numbers of one call; parts: of the projection, 0 where it comes summed."""
+    """Static numbers of one call; tree: whether rows see ancestors alone; parts: of the projection,
+    0 where it comes summed.
+    """
 
     batch: int
     rows: int
@@ -37,6 +39,7 @@ class Spec:
     causal: bool
     window: int | None
     ring: bool
+    tree: bool
     parts: int
     interpret: Any
 

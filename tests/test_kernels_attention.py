@@ -16,6 +16,7 @@ from dflash_jax import kv as cache
 from dflash_jax.attention import BlockPlace, append_and_attend
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rope_frequencies
+from dflash_jax.tree import grow
 
 # jax 0.11 and newer still ship the Triton backend, with a warning.
 pytestmark = [
@@ -71,6 +72,23 @@ def place_of(q_pos, k_pos, slot, end, dim, ring=False):
     angles = q_pos[..., None] * inv_freq[None, None]
     numbers = (jnp.asarray(x, jnp.int32) for x in (q_pos, k_pos, slot, end))
     return BlockPlace(jnp.cos(angles), jnp.sin(angles), *numbers, ring)
+
+
+def on_a_tree(args, seed=0):
+    """A block of `problem`, its rows the nodes of a tree of random laws."""
+    qkv, norms, eps, place, k, v = args
+    rng, (batch, rows) = np.random.default_rng(seed), place.q_pos.shape
+    laws = jnp.asarray(np.log(rng.dirichlet(np.ones(4), (batch, 8))), F32)
+    cand = jnp.tile(jnp.arange(4), (batch, 8, 1))
+    tree = grow(laws, cand, jnp.zeros((batch,), jnp.int32), rows)
+    depth, start = np.asarray(tree.depth), np.asarray(place.q_pos)[:, :1]
+    assert (np.diff(depth) < 1).any(), "nodes share positions"
+    at = np.arange(place.k_pos.shape[1]) - np.asarray(place.slot)[:, None]
+    own = np.take_along_axis(start + depth, np.clip(at, 0, rows - 1), axis=1)
+    k_pos = np.where((at >= 0) & (at < rows), own, place.k_pos)
+    dim, ring = 2 * place.cos.shape[-1], place.ring
+    place = place_of(start + depth, k_pos, place.slot, place.end, dim, ring)
+    return qkv, norms, eps, place.replace(ancestors=tree.ancestors), k, v
 
 
 def turned_ring(turns_at, rows=4, dim=32, dtype=F32, heads=4, kv_heads=2):
@@ -309,6 +327,44 @@ def test_rows_that_would_not_fit_stay_inside_the_cache():
     np.testing.assert_array_equal(got[2], expected[2])
 
 
+# --- draft trees --------------------------------------------------------------------------------
+
+# Own rows in one step, across several and from the first slot on.
+TREES = [
+    ((40,), dict(rows=16, heads=9, kv_heads=3, dim=64, normed=False), None),
+    ((30, 0), dict(rows=24, heads=9, kv_heads=3, dim=64, normed=False), 9),
+    ((50,), dict(rows=32, heads=9, kv_heads=3, dim=64, normed=False), 40),
+    ((40, 33), dict(rows=16, heads=32, kv_heads=8, dim=128), None),
+    ((9,), dict(rows=24, heads=8, kv_heads=2, dim=128, floor=1000), 3),
+    ((0, 60), dict(rows=32, heads=8, kv_heads=2, dim=128), None),
+]
+trees = pytest.mark.parametrize(("lens", "shape", "window"), TREES)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@trees
+def test_nodes_of_a_tree_see_the_context_and_their_ancestors(lens, shape, window, dtype):
+    args = on_a_tree(problem(lens, **shape, dtype=dtype))
+    for causal in (True, False):
+        for tiling in (CUT, WHOLE):
+            check(args, tiling, causal=causal, window=window)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_nodes_of_a_tree_in_a_ring(causal):
+    for rows_held in (2, 18, 34):
+        check(on_a_tree(turned_ring(rows_held)), causal=causal, window=6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_tree_of_one_path_is_a_chain_to_the_bit(causal):
+    args = problem((30,), rows=16)
+    seen = np.tril(np.ones((16, 16), int)) if causal else np.ones((16, 16), int)
+    path = args[3].replace(ancestors=jnp.asarray([seen @ 2 ** np.arange(16)], jnp.int32))
+    run = partial(kernel.append_and_attend, tiling=CUT, interpret=True, causal=causal, window=None)
+    jax.tree.map(same, run(*args[:3], path, *args[4:]), run(*args))
+
+
 # --- inside other programs ----------------------------------------------------------------------
 
 
@@ -489,6 +545,21 @@ def test_lowers_for_cuda(preset, rows, dtype):
         assert text.count("output_operand_aliases") >= 1
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("rows", [16, 24, 32])
+@pytest.mark.parametrize("preset", ["qwen3-8b", "smollm2"])
+def test_lowers_for_cuda_with_a_tree(preset, rows, dtype):
+    args = on_a_tree(problem((200,), **PRESETS[preset], rows=rows, dtype=dtype, slots=2113))
+    for causal, window in ((True, None), (False, 100)):
+        text = lowered(
+            lambda q, n, p, k, v, kind=(causal, window): kernel.append_and_attend(
+                q, n, EPS, p, k, v, causal=kind[0], window=kind[1]
+            ),
+            *(args[i] for i in (0, 1, 3, 4, 5)),
+        )
+        assert launches(text) == 2
+
+
 @pytest.fixture
 def exact():
     """f32 products on a GPU are rounded to TF32 unless asked not to be."""
@@ -509,6 +580,19 @@ def test_compiled_equals_the_reference(exact, preset, dtype, rows, slots):
             first = check(args, run=run, causal=causal, window=window)
             second = run(*args, causal=causal, window=window)
             jax.tree.map(same, first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("preset", ["qwen3-8b", "smollm2"])
+@pytest.mark.parametrize("rows", [16, 24, 32])
+def test_compiled_trees_equal_the_reference(exact, preset, dtype, rows):
+    for lens in ((0,), (50,), (1000,), (63, 64, 130)):
+        args = problem(lens, **PRESETS[preset], rows=rows, dtype=dtype, slots=1093)
+        args, run = on_a_tree(args, seed=rows), kernel.append_and_attend
+        for causal, window in ((True, None), (True, 9), (False, 100)):
+            first = check(args, run=run, causal=causal, window=window)
+            jax.tree.map(same, first, run(*args, causal=causal, window=window))
 
 
 @pytest.mark.gpu

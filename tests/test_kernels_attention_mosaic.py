@@ -18,6 +18,7 @@ from test_kernels_attention import (
     aligned_case,
     check,
     close,
+    on_a_tree,
     problem,
     reference,
     same,
@@ -385,7 +386,72 @@ def test_no_two_threads_race_over_parts(kernel):
     check(narrow(66, rows=5, slots=192), run=taking_parts(run), causal=False, window=None)
 
 
+# --- draft trees --------------------------------------------------------------------------------
+
+# Own rows in one tile, across two and from the first slot on.
+TREES = [
+    ((40,), dict(rows=16, heads=9, kv_heads=3, normed=False), None),
+    ((60,), dict(rows=24, heads=9, kv_heads=3, normed=False), 9),
+    ((50, 0), dict(rows=32, heads=9, kv_heads=3, normed=False), None),
+    ((120,), dict(rows=16, heads=32, kv_heads=8, dim=128), 3),
+    ((0, 100), dict(rows=24, heads=8, kv_heads=2, dim=128), None),
+    ((62,), dict(rows=32, heads=8, kv_heads=2, dim=128, floor=1000), 70),
+]
+trees = pytest.mark.parametrize(("lens", "shape", "window"), TREES)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@trees
+def test_nodes_of_a_tree_see_the_context_and_their_ancestors(run, lens, shape, window):
+    args = on_a_tree(narrow(*lens, **shape))
+    check(args, run=run, causal=True, window=window)
+    if len(lens) == 1 and window != 3:
+        check(args, run=run, causal=False, window=window)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_parts_of_the_nodes_of_a_tree(run):
+    args, kind = on_a_tree(narrow(60, rows=16, heads=3)), dict(causal=True, window=20)
+    got = check(args, run=taking_parts(run), **kind)
+    jax.tree.map(same, got, run(*args, **kind))
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_the_nodes_of_a_tree_in_a_ring(run):
+    for held in (8, 18, 34):
+        args = on_a_tree(turned_ring(held, dtype=BF16, dim=64, rows=4))
+        check(args, run=run, causal=True, window=6)
+
+
+@needs_interpreter
+@pytest.mark.slow
+def test_a_tree_of_one_path_is_a_chain_to_the_bit(run):
+    args, kind = narrow(60, rows=16, heads=3), dict(causal=True, window=None)
+    path = jnp.asarray([np.tril(np.ones(16, int)) @ 2 ** np.arange(16)], jnp.int32)
+    tree = [*args[:3], args[3].replace(ancestors=path), *args[4:]]
+    jax.tree.map(same, run(*tree, **kind), run(*args, **kind))
+
+
 # --- for a GPU ----------------------------------------------------------------------------------
+
+
+@needs_interface
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [16, 24, 32])
+@pytest.mark.parametrize("preset", PRESETS)
+def test_lowers_for_cuda_with_a_tree(kernel, preset, rows):
+    args = on_a_tree(problem((200,), **PRESETS[preset], rows=rows, dtype=BF16, slots=272))
+    for causal, window, count in ((True, None, 4), (False, 100, 0)):
+        kind = dict(causal=causal, window=window)
+        text = lowered(
+            lambda q, n, p, k, v, kind=kind: kernel.append_and_attend(q, n, EPS, p, k, v, **kind),
+            parts_of(args[0], count) if count else args[0],
+            *(args[i] for i in (1, 3, 4, 5)),
+        )
+        assert text.count("custom_call @mosaic_gpu") == 1
 
 
 @needs_interface
@@ -450,6 +516,21 @@ def test_compiled_equals_the_reference(hopper, preset, rows, slots):
         for causal, window in ((True, None), (False, None), (False, 100)):
             first = check(args, run=hopper, causal=causal, window=window)
             jax.tree.map(same, first, hopper(*args, causal=causal, window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("rows", [16, 24, 32])
+def test_compiled_trees_equal_the_reference(hopper, preset, rows):
+    for lens in ((0,), (50,), (1000,), (63, 64, 130)):
+        args = problem(lens, **PRESETS[preset], rows=rows, slots=1096, dtype=BF16)
+        args = on_a_tree(args, seed=rows)
+        for causal, window in ((True, None), (True, 9), (False, 100)):
+            kind = dict(causal=causal, window=window)
+            first = check(args, run=hopper, **kind)
+            jax.tree.map(same, first, hopper(*args, **kind))
+            if PRESETS[preset]["dim"] == 64:
+                jax.tree.map(same, first, taking_parts(hopper)(*args, **kind))
 
 
 @pytest.mark.gpu

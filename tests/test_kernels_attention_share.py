@@ -19,8 +19,9 @@ PLACES = np.asarray([*itertools.product(EDGES, EDGES)], np.int32)
 
 def spec_of(**more):
     shape = dict(batch=1, rows=12, heads=4, kv_heads=1, dim=64, slots=2200, warpgroups=2, stages=2)
-    kind = dict(normed=False, eps=0.0, causal=True, window=None, ring=False, parts=0)
-    return share.Spec(**shape | kind | more, interpret=False)
+    kind = dict(normed=False, eps=0.0, causal=True, window=None, ring=False)
+    rest = dict(tree=False, parts=0)
+    return share.Spec(**shape | kind | rest | more, interpret=False)
 
 
 @pytest.fixture(
