@@ -322,7 +322,7 @@ def _attend_kernel(spec: _Spec, *refs):
             if spec.aligned:
                 return state
             own_pos = plgpu.load(q_pos_ref.at[own_rows], mask=own_rows < spec.rows, other=ABSENT)
-            seen = _seen(spec, ancestors, own_rows)
+            seen = _seen(spec, ancestors, 0, own_v.shape[0])
             return _accumulate(spec, q, q_pos, own_k, own_v, own_pos, state, seen)
 
         def body(step, state):
@@ -333,8 +333,8 @@ def _attend_kernel(spec: _Spec, *refs):
             left, state = left_and_state
             step = stop - left
             rows = _rows_with_own(spec, k_old, v_old, k_pos_ref, slot, step, own_k, own_v)
-            at = step * spec.tiling.keys + jnp.arange(spec.tiling.keys) - slot
-            return left - 1, _accumulate(spec, q, q_pos, *rows, state, _seen(spec, ancestors, at))
+            seen = _seen(spec, ancestors, step * spec.tiling.keys - slot, spec.tiling.keys)
+            return left - 1, _accumulate(spec, q, q_pos, *rows, state, seen)
 
         state = (
             jnp.full((spec.padded,), _LEAST, jnp.float32),
@@ -464,10 +464,14 @@ def _rows_with_own(spec: _Spec, k_ref, v_ref, k_pos_ref, slot, step, own_k, own_
     return k, rows(v_ref, 0, own_v), k_pos
 
 
-def _seen(spec: _Spec, ancestors, row):
-    """Which keys the nodes of a tree see, by the key's own row; those that are none, all see."""
+def _seen(spec: _Spec, ancestors, first, count: int):
+    """Which of `count` keys, from own row `first` on, the nodes of a tree see: beyond own rows all.
+
+    None where there is no tree.
+    """
     if not spec.tree:
         return None
+    row = first + jnp.arange(count)
     own = (row >= 0) & (row < spec.rows)
     bit = jnp.where(own, jnp.left_shift(1, row), 0)
     return (~ancestors[:, None] & bit[None, :]) == 0
