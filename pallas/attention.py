@@ -309,7 +309,7 @@ def _attend_kernel(spec: _Spec, *refs):
     row, head, live = _query_rows(spec, kv_head, 0, spec.padded)
     q = _rotated(spec, qkv, row, head, live, norms[0], (cos, sin))
     q_pos = plgpu.load(q_pos_ref.at[row], mask=live, other=0)
-    ancestors = plgpu.load(tree.at[row], mask=live, other=0) if spec.tree else None
+    ancestors = plgpu.load(tree.at[row], mask=live, other=0) if tree is not None else None
     own_rows = jnp.arange(_pad(spec.rows))
     own_k, own_v = _block_rows(
         spec, qkv, kv_head, norms[1], (cos, sin), own_rows, own_rows < spec.rows
@@ -469,7 +469,7 @@ def _seen(spec: _Spec, ancestors, first, count: int):
 
     None where there is no tree.
     """
-    if not spec.tree:
+    if ancestors is None:
         return None
     row = first + jnp.arange(count)
     own = (row >= 0) & (row < spec.rows)
