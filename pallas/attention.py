@@ -14,6 +14,8 @@ A causal block is a target's, and a target must round a row in the same way wher
 began: else a near-tie falls as drafts were accepted. There the steps stand at fixed slots, own rows
 take their slots' places among them, and a split takes a fixed number of steps (four times as many
 beyond 32 splits of them), so that the same numbers are added in the same order.
+
+Nodes of a draft tree are tested for their ancestors' bits in the steps that hold own rows alone.
 """
 
 import dataclasses

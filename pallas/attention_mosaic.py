@@ -16,6 +16,9 @@ what a warpgroup's product takes, hold 16 rows of four heads.
 
 A projection that comes in parts is summed here, by every block that needs it: that takes the place
 of a launch, and what is read more comes from the L2.
+
+Of a draft tree, each own row is a bit, and a query row sees it unless the bit is among those hidden
+from it.
 """
 
 import dataclasses
