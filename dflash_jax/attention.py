@@ -45,8 +45,9 @@ class BlockPlace(struct.PyTreeNode):
     slot `[B]`: first of the contiguous slots that its rows go to.
     end `[B]`: no slot from here on holds context.
     ring: False where slots lie in ascending order of position, so that a window is a run of slots.
-    ancestors `[B, rows]`: of the nodes of a draft tree, at most 32, int32: bit j of row i is set
-      where row i sees own row j. None: it sees those that `attention_mask` lets it see.
+    tree: True where rows are the nodes of a draft tree. Each sees the rows at positions before its
+      own, and itself, wherever that lies, in a step of its own: so its sums are the same wherever
+      the block began. Leaves are ABSENT in k_pos.
     """
 
     cos: jax.Array
@@ -56,7 +57,7 @@ class BlockPlace(struct.PyTreeNode):
     slot: jax.Array
     end: jax.Array
     ring: bool = struct.field(pytree_node=False, default=False)
-    ancestors: jax.Array | None = None
+    tree: bool = struct.field(pytree_node=False, default=False)
 
 
 def project_qkv(
@@ -114,11 +115,12 @@ def append_and_attend(
     block's rows written. What empty slots hold, NaN included, changes nothing. Raises
     NotImplementedError as `kernels.resolve` and `kernels.mosaic_kernel` do, where "mosaic" cannot
     take the arrays, and for kernels asked to read int8; ValueError for a tree of more than `NARROW`
-    rows.
+    rows, or that is not causal.
     """
     rows = qkv.shape[-2]
-    if place.ancestors is not None and rows > NARROW:
-        raise ValueError(f"rows of a tree: expected at most {NARROW}, found {rows}")
+    if place.tree and (rows > NARROW or not causal):
+        found = f"{rows} rows, causal={causal}"
+        raise ValueError(f"tree: expected at most {NARROW} rows of a causal block, found {found}")
     if isinstance(k_cache, QuantizedRows):
         implementation = for_int8(implementation)
     else:
@@ -140,14 +142,15 @@ def append_and_attend(
             return kernel.append_and_attend(
                 qkv, norms, eps, place, k_cache, v_cache, causal=causal, window=window
             )
-    q, k, v = split_heads(qkv, norms, eps, place.cos, place.sin, kv_heads)
-    k_cache = write_rows(k_cache, k, place.slot)
-    v_cache = write_rows(v_cache, v, place.slot)
+    q, new_k, new_v = split_heads(qkv, norms, eps, place.cos, place.sin, kv_heads)
+    k_cache = write_rows(k_cache, new_k, place.slot)
+    v_cache = write_rows(v_cache, new_v, place.slot)
     masks = {"causal": causal, "window": window}
     tile = key_tile(batch, rows, heads, slots)
     if tile is None:
         k, v = (read_rows(cache, q.dtype) for cache in (k_cache, v_cache))
-        attended = block_attention(q, k, v, place.q_pos, place.k_pos, seen=_seen(place), **masks)
+        itself = (new_k, new_v) if place.tree else None
+        attended = block_attention(q, k, v, place.q_pos, place.k_pos, itself=itself, **masks)
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
@@ -246,17 +249,6 @@ def attention_mask(
     return mask
 
 
-def _seen(place: BlockPlace) -> jax.Array | None:
-    """Which slots the rows of a draft tree see, `[B, rows, slots]`: the context, and ancestors."""
-    if place.ancestors is None:
-        return None
-    rows, slots = place.ancestors.shape[1], place.k_pos.shape[1]
-    own = jnp.arange(slots)[None] - place.slot[:, None]
-    bit = jnp.where((own >= 0) & (own < rows), own, 31)
-    bits = (place.ancestors[:, :, None] >> bit[:, None]) & 1
-    return (bits == 1) | ((own < 0) | (own >= rows))[:, None]
-
-
 def block_attention(
     q: jax.Array,
     k: jax.Array,
@@ -266,7 +258,7 @@ def block_attention(
     *,
     causal: bool,
     window: int | None = None,
-    seen: jax.Array | None = None,
+    itself: tuple[jax.Array, jax.Array] | None = None,
 ) -> jax.Array:
     """Grouped-query attention, softmax in f32, scale head_dim ** -0.5.
 
@@ -275,17 +267,34 @@ def block_attention(
       k, v: `[B, kv_heads, keys, D]`.
       q_pos, k_pos: absolute positions `[B, rows]`, `[B, keys]`; ABSENT marks empty key slots,
         whose contents may be anything.
-      causal, window: see `attention_mask`. seen `[B, rows, keys]`: what else a key must pass.
+      causal, window: see `attention_mask`.
+      itself: k and v `[B, rows, kv_heads, D]` of the rows, which then see no key of their own
+        position, but in a term of its own each its own.
 
     Returns `[B, rows, heads * D]` in q's dtype. A row that sees no key gets the mean of nothing
     in particular, but finite.
     """
     mask = attention_mask(q_pos, k_pos, causal=causal, window=window)
-    if seen is not None:
-        mask = mask & seen
+    if itself is not None:
+        mask = mask & (q_pos[..., :, None] != k_pos[..., None, :])
+        return _with_itself(q, _scores(q, k, mask), v, k_pos, *itself)
     scores = _scores(q, k, mask)
     weights = jax.nn.softmax(scores, axis=-1).astype(q.dtype)
     return _rows_of(_weighted(weights, v, k_pos), q)
+
+
+def _with_itself(q, scores, v, k_pos, own_k, own_v) -> jax.Array:
+    """`block_attention` of rows that see themselves beside the keys with these scores."""
+    batch, rows, _, dim = q.shape
+    grouped = q.reshape(batch, rows, own_k.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
+    own_k, own_v = (x.transpose(0, 2, 1, 3)[:, :, None].astype(jnp.float32) for x in (own_k, own_v))
+    own = jnp.sum(grouped.astype(jnp.float32) * own_k, axis=-1, keepdims=True) * dim**-0.5
+    most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
+    weights, weight = jnp.exp(scores - most), jnp.exp(own - most)
+    total = jnp.sum(weights, axis=-1, keepdims=True) + weight
+    weights, weight = ((x / total).astype(q.dtype) for x in (weights, weight))
+    out = _weighted(weights, v, k_pos) + weight.astype(jnp.float32) * own_v
+    return _rows_of(out, q)
 
 
 def tiled_attention(

@@ -85,9 +85,9 @@ def round_plan(
     if not isinstance(tree, bool):
         raise ValueError(f"tree: expected True or False, found {tree!r}")
     slots = harvest.drafts(block)
-    if tree:
-        verify_width = TREE_WIDTH if verify_width is None else verify_width
     most = most_nodes(slots, tree_candidates(draft)) if tree else slots + 1
+    if tree and verify_width is None:
+        verify_width = min(TREE_WIDTH, most)
     width = between("verify_width", verify_width, 2, most)
     if row_draws not in get_args(RowDraws):
         raise ValueError(f"row_draws: expected 'argmax' or 'sample', found {row_draws!r}")

@@ -146,7 +146,7 @@ def propose_tree(
     DFlash2 after each candidate of the slot before. Args otherwise and errors as in `propose`.
     """
     if draft.dflash2 is None:
-        count = min(tree_candidates(draft), logits.shape[-1])
+        count = tree_candidates(draft)
         unary, ids = selector.top_candidates(logits, count, implementation, draft.mesh)
         fault = first_false(jnp.isfinite(unary[..., 0]))
     else:
@@ -175,7 +175,8 @@ def tree_candidates(draft: DFlashDraft) -> int:
     """Candidates of each slot that this drafter's trees choose among."""
     if draft.dflash2 is not None:
         return draft.dflash2.top_k
-    return CANDIDATES if draft.markov is None else PAIRED_CANDIDATES
+    rows = draft.config.vocab_size if draft.head is None else draft.head.d2t.shape[0]
+    return min(rows, CANDIDATES if draft.markov is None else PAIRED_CANDIDATES)
 
 
 def propose_rows(

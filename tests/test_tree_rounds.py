@@ -13,7 +13,7 @@ from test_loop import arguments, compilations, opened, primitives
 from dflash_jax import DSparkVtPolicy, SamplingParams, SpecSession, generate, loop
 from dflash_jax.batch import Request, serve
 from dflash_jax.benchmark import Prompt, run_trial
-from dflash_jax.propose import propose_tree
+from dflash_jax.head import trim_head
 
 TEXT = list(b"def add(first, second):\n    return first + second\n\n\ndef sub(")
 PROMPTS = [TEXT, TEXT[5:30], TEXT[:9], TEXT[20:44]]
@@ -105,6 +105,26 @@ def test_streams_resumed_texts_and_accepting_nothing():
     assert set(alone.acceptance_lengths) == {1}
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_rounds_as_that_of_a_round_that_accepts_nothing(family):
+    """To the bit: the log-probabilities that the target gave, and the rows that it keeps."""
+    target, draft = trained(family)
+    options = {"stop_token_ids": (), "logprobs": True, "capacity": 256, "verify_width": 16}
+
+    def decoded(**more):
+        session = SpecSession(target, draft, tree=True, **options, **more)
+        session.open([TEXT], 48)
+        session.burst()
+        rows = [leaf[:, :, : len(TEXT) + 47] for leaf in session.state.target.k]
+        return session.results()[0], rows
+
+    (drafted, rows), (alone, rows_alone) = decoded(), decoded(accept=False)
+    assert drafted.rounds < alone.rounds
+    assert drafted.logprobs == alone.logprobs
+    for ours, theirs in zip(rows, rows_alone, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
 def test_the_figures_of_a_tree():
     target, draft = trained("dflash")
     out = generate(target, draft, TEXT, 40, stop_token_ids=(), **TREE)
@@ -159,14 +179,12 @@ def test_non_finite_laws_are_a_fault():
 
 
 def test_candidates_are_those_of_a_smaller_vocabulary():
-    draft = tiny_draft(TINY)
-    logits = jax.random.normal(jax.random.key(0), (2, 3, 5))
-    hidden = jnp.zeros((2, 3, draft.config.hidden_size))
-    proposal = propose_tree(draft, logits, hidden, jnp.array([1, 2]), 20)
-    assert proposal.tokens.shape == (2, 19)
-    assert int(proposal.tokens.max()) < 5
-    best = jnp.argmax(logits[:, 0], axis=-1)
-    assert (proposal.tokens[:, 0] == best).all()
+    target, draft = tiny_target(), trim_head(tiny_draft(TINY), tiny_target(), np.arange(5))
+    plain = generate(target, None, [1, 2, 3], 30)
+    out = generate(target, draft, [1, 2, 3], 30, tree=True, verify_width=16)
+    assert out.token_ids == plain.token_ids
+    with pytest.raises(ValueError, match=r"verify_width: expected 2\.\.16, found 17"):
+        SpecSession(target, draft, tree=True, verify_width=17)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ class TreeTarget(Target, Protocol):
         tree: DraftTree | None = None,
     ) -> tuple[TargetOutput, Any]:
         """tree: of whose nodes `ids` are the tokens. Node i stands at position `state.len + depth`
-        and sees the committed rows and its ancestors."""
+        and sees the committed rows, those of the spine before it, and itself."""
         ...
 
     def commit(

@@ -218,9 +218,9 @@ def _layers(
     slots = jnp.arange(state.k[0].shape[2])[None]
     k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
     if tree is not None:
-        own = jnp.clip(slots - state.len[:, None], 0, rows - 1)
-        own_pos = jnp.take_along_axis(pos, own, axis=1, mode="promise_in_bounds")
-        k_pos = jnp.where(slots < state.len[:, None], k_pos, jnp.minimum(k_pos, own_pos))
+        # No row but itself sees a leaf; the spine's rows stand as a chain's.
+        spine = jnp.sum(tree.on_spine, axis=1, dtype=jnp.int32)
+        k_pos = jnp.where(slots < (state.len + spine)[:, None], k_pos, ABSENT)
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     place = BlockPlace(
         cos,
@@ -229,7 +229,7 @@ def _layers(
         k_pos=k_pos,
         slot=state.len,
         end=state.len,
-        ancestors=None if tree is None else tree.ancestors,
+        tree=tree is not None,
     )
     new_k, new_v, tapped = list(state.k), list(state.v), {}
     norms = [layer.input_norm for layer in target.layers] + [target.norm]
