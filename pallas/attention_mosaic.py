@@ -17,8 +17,9 @@ what a warpgroup's product takes, hold 16 rows of four heads.
 A projection that comes in parts is summed here, by every block that needs it: that takes the place
 of a launch, and what is read more comes from the L2.
 
-Of a draft tree, each own row is a bit, and a query row sees it unless the bit is among those hidden
-from it.
+Nodes of a draft tree see no tile's key of their own position. The last worker, which has the fewest
+tiles, begins with them: having seen itself alone, a row's maximum is its score, its values are its
+own.
 """
 
 import dataclasses
@@ -110,15 +111,12 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
-        tree=place.ancestors is not None,
+        tree=place.tree,
         parts=parts[0] if parts else 0,
         interpret=interpreted() if interpret is True else interpret,
     )
     # The same for all layers that share a book: made once for all of them.
-    numbers = place.q_pos
-    if place.ancestors is not None:
-        numbers = jnp.stack([numbers, ~place.ancestors], axis=-1)
-    tables = [_by_query(spec, x) for x in (place.cos, place.sin, numbers)]
+    tables = [_by_query(spec, x) for x in (place.cos, place.sin, place.q_pos)]
     inputs = [*tables, place.k_pos.reshape(-1), place.slot, place.end, *(norms or ())]
     k_ref, v_ref = jax.new_ref(k_cache), jax.new_ref(v_cache)
     out, *_ = _launch(spec)(qkv, *inputs, k_ref, v_ref)
@@ -171,7 +169,7 @@ def _scratch(spec: Spec):
     each = spec.warpgroups * spec.stages
     tiles = plgpu.SMEM((each, KEYS, spec.dim), jnp.bfloat16, transforms=halves)
     rows = plgpu.SMEM((QUERIES, spec.dim), jnp.bfloat16)
-    scratch = dict(
+    scratch: dict[str, Any] = dict(
         raw=rows,
         own_k=rows,
         own_v=plgpu.SMEM((spec.rows, spec.dim), jnp.bfloat16),
@@ -186,6 +184,9 @@ def _scratch(spec: Spec):
         tile_here=plgpu.Barrier(num_arrivals=3, num_barriers=each),
         summed=plgpu.ClusterBarrier(collective_axes=("split",), num_arrivals=spec.warpgroups),
     )
+    if spec.tree:
+        here = plgpu.Barrier(num_arrivals=2 * spec.held)
+        scratch |= dict(itself_k=rows, itself_v=rows, itself_here=here)
     if spec.interpret:
         shape = (spec.warpgroups, QUERIES, KEYS)
         whole = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
@@ -193,7 +194,7 @@ def _scratch(spec: Spec):
     return scratch
 
 
-def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scratch):
+def _kernel(spec: Spec, qkv, cos, sin, q_pos, k_pos, slot, end, *refs, **scratch):
     """One warpgroup. Barriers are not inserted by themselves: `commit_smem` is one."""
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_cache, v_cache, out, *sums = refs
@@ -203,15 +204,18 @@ def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scrat
     worker = warpgroup * SPLITS + split
     at = _Scratch(**scratch)
     qkv = qkv.at[:, batch] if spec.parts else qkv.at[batch]
-    cos, sin, numbers, out = (x.at[batch] for x in (cos, sin, numbers, out))
-    by_row = [numbers.at[:, i] for i in range(2)] if spec.tree else [numbers]
+    cos, sin, q_pos, out = (x.at[batch] for x in (cos, sin, q_pos, out))
     caches = [x.at[batch, kv_head] for x in (k_cache, v_cache)]
     sums = [x.at[batch, kv_head, part] for x in sums]
     head = kv_head * spec.groups + part * spec.held
-    # Projected heads, and where each goes.
-    queries = [(head + i, at.raw.at[pl.ds(i * spec.pitch, spec.rows)]) for i in range(spec.held)]
+    # Projected heads, and wherever each goes.
+    queries = [(head + i, run) for i, run in enumerate(_runs(spec, at.raw))]
     key, value = (spec.heads + i * spec.kv_heads + kv_head for i in range(2))
     appended = [(key, at.own_k.at[pl.ds(0, spec.rows)]), (value, at.own_v)]
+    itself = []
+    if spec.tree:
+        itself = [(key, *_runs(spec, at.itself_k)), (value, *_runs(spec, at.itself_v))]
+    last = worker == spec.workers - 1
 
     @pl.when(warpgroup == 0)
     def _():
@@ -226,13 +230,16 @@ def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scrat
     def _():
         _ask(spec, qkv, appended, at.own_here)
 
+    if spec.tree:
+        pl.when(last)(partial(_ask, spec, qkv, itself, at.itself_here))
+
     fetch_first(owned=False)
 
     @pl.when(share.owns)
     def _():
         tables = [load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
         _take(spec, qkv, appended, at.own_here)
-        _rotate(spec, at.own_k, at.own_k, norms[1], tables)
+        _store_halves(spec, at.own_k, _rotated(spec, at.own_k, norms[1], tables))
         for (_, ref), cache in zip(appended, caches, strict=True):
             plgpu.copy_smem_to_gmem(ref, cache.at[pl.ds(share.slot, spec.rows)])
 
@@ -240,7 +247,7 @@ def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scrat
     def _():
         tables = [load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
         _take(spec, qkv, queries, at.raw_here)
-        _rotate(spec, at.raw, at.q, norms[0], tables)
+        _store_halves(spec, at.q, _rotated(spec, at.raw, norms[0], tables))
         plgpu.barrier_arrive(at.q_here)
 
     @pl.when(share.owns)
@@ -248,8 +255,16 @@ def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scrat
         plgpu.wait_smem_to_gmem(0)
         fetch_first(owned=True)
 
+    def seen_itself():
+        tables = [load(x, plgpu.Layout.WGMMA) for x in (cos, sin)]
+        _take(spec, qkv, itself, at.itself_here)
+        return _seen_itself(spec, at, _rotated(spec, at.itself_k, norms[1], tables))
+
     plgpu.barrier_wait(at.q_here)
-    mine = _attend(spec, at, share, warpgroup, [load(x, DOWN) for x in by_row], fetch)
+    state = _seen_nothing(spec)
+    if spec.tree:
+        state = jax.lax.cond(last, seen_itself, lambda: state)
+    mine = _attend(spec, at, share, warpgroup, load(q_pos, DOWN), fetch, state)
     _exchange(spec, at, sums, out, mine, head, worker, warpgroup)
 
 
@@ -257,9 +272,9 @@ def _kernel(spec: Spec, qkv, cos, sin, numbers, k_pos, slot, end, *refs, **scrat
 class _Scratch:
     """References to a block's shared memory.
 
-    raw, own_k, own_v: projected rows; q: query rows as a factor. Of each warpgroup, k, v, places:
-    tiles; merged: its share of the result; weights: of the values, interpreted alone. The barriers:
-    what has come.
+    raw, own_k, own_v: projected rows; itself_k, itself_v: of a tree, those of each query row; q:
+    query rows as a factor. Of each warpgroup, k, v, places: tiles; merged: its share of the result;
+    weights: of the values, interpreted alone. The barriers: what has come.
     """
 
     raw: Any
@@ -275,6 +290,9 @@ class _Scratch:
     q_here: Any
     tile_here: Any
     summed: Any
+    itself_k: Any = None
+    itself_v: Any = None
+    itself_here: Any = None
     weights: Any = None
 
 
@@ -299,11 +317,17 @@ def _fetch_first(spec: Spec, share: Share, warpgroup, fetch, *, owned: bool):
         pl.when(share.owned(step) == owned)(partial(fetch, step, stage))
 
 
+def _runs(spec: Spec, ref):
+    """The block's rows of each head in `ref [QUERIES, D]`."""
+    return [ref.at[pl.ds(i * spec.pitch, spec.rows)] for i in range(spec.held)]
+
+
 def _ask(spec: Spec, qkv, heads, here):
-    """Ask for copies of projected heads, each to its place in shared memory; not for parts."""
+    """Ask for copies of projected heads, each to its places in shared memory; not for parts."""
     if not spec.parts:
-        for head, ref in heads:
-            plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
+        for head, *refs in heads:
+            for ref in refs:
+                plgpu.copy_gmem_to_smem(qkv.at[:, pl.ds(head * spec.dim, spec.dim)], ref, here)
 
 
 def _take(spec: Spec, qkv, heads, here):
@@ -313,11 +337,12 @@ def _take(spec: Spec, qkv, heads, here):
         return
     # Threads share out even numbers of rows: of an odd one, the last but one is summed twice.
     runs = [(0, spec.rows // 2 * 2)] + [(spec.rows - 2, 2)] * (spec.rows % 2)
-    places = [(head, ref, *run) for head, ref in heads for run in runs]
+    places = [(head, refs, *run) for head, *refs in heads for run in runs]
     # All loads come before the first store, which they would not pass.
     sums = [_sum(spec, qkv, head, row, count) for head, _, row, count in places]
-    for (_, ref, row, count), x in zip(places, sums, strict=True):
-        store(ref.at[pl.ds(row, count)], x)
+    for (_, refs, row, count), x in zip(places, sums, strict=True):
+        for ref in refs:
+            store(ref.at[pl.ds(row, count)], x)
     plgpu.commit_smem()
 
 
@@ -332,29 +357,60 @@ def _sum(spec: Spec, qkv, head, row: int, count: int):
     return total.astype(jnp.bfloat16)
 
 
-def _rotate(spec: Spec, raw, ref, norm, tables):
-    """Projected heads `raw [QUERIES, D]`, normed and roped, into `ref`, for copies and products."""
-    halves = [pl.ds(i * spec.half, spec.half) for i in range(2)]
-    a, b = (load(raw.at[:, at], plgpu.Layout.WGMMA).astype(jnp.float32) for at in halves)
+def _rotated(spec: Spec, raw, norm, tables):
+    """Projected heads `raw [QUERIES, D]`, normed and roped: both halves `[QUERIES, D / 2]`."""
+    a, b = (x.astype(jnp.float32) for x in _halves(spec, raw))
     cos, sin = tables
     if norm is not None:
         mean = (jnp.sum(a * a, axis=1) + jnp.sum(b * b, axis=1)) * (1 / spec.dim)
         scale = spread(jax.lax.rsqrt(mean + spec.eps), a.shape, 0)
-        weights = [spread(load(norm.at[at], ACROSS), a.shape, 1) for at in halves]
+        weights = [spread(load(norm.at[at], ACROSS), a.shape, 1) for at in _columns(spec)]
         # Rounded where the reference rounds.
         a, b = (
             ((x * scale).astype(jnp.bfloat16) * w).astype(jnp.float32)
             for x, w in zip((a, b), weights, strict=True)
         )
-    for at, x in zip(halves, (a * cos - b * sin, b * cos + a * sin), strict=True):
-        store(ref.at[:, at], x.astype(jnp.bfloat16))
+    return [x.astype(jnp.bfloat16) for x in (a * cos - b * sin, b * cos + a * sin)]
+
+
+def _columns(spec: Spec):
+    return [pl.ds(i * spec.half, spec.half) for i in range(2)]
+
+
+def _halves(spec: Spec, ref):
+    return [load(ref.at[:, at], plgpu.Layout.WGMMA) for at in _columns(spec)]
+
+
+def _store_halves(spec: Spec, ref, halves):
+    """Into `ref [QUERIES, D]`, for copies and products."""
+    for at, x in zip(_columns(spec), halves, strict=True):
+        store(ref.at[:, at], x)
     plgpu.commit_smem()
 
 
-def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, by_row, fetch):
-    """A worker's sums: weighted values `[QUERIES, D]`, maximum and total `[QUERIES]`.
+def _seen_nothing(spec: Spec):
+    """Sums before the first key, see `_attend`."""
+    return (
+        full((QUERIES, spec.dim), 0.0, plgpu.Layout.WGMMA),
+        full((QUERIES,), _LEAST, DOWN),
+        full((QUERIES,), 0.0, DOWN),
+    )
 
-    by_row: position of each query row and, of a tree, a bit for each own row that it may not see.
+
+def _seen_itself(spec: Spec, at: _Scratch, k):
+    """Sums of query rows that have seen their own keys alone, `k` in halves: see `_attend`."""
+    products = [
+        a.astype(jnp.float32) * b.astype(jnp.float32)
+        for a, b in zip(_halves(spec, at.q), k, strict=True)
+    ]
+    scores = sum(jnp.sum(x, axis=1) for x in products) * (spec.dim**-0.5 * _LOG2_E)
+    v = load(at.itself_v, plgpu.Layout.WGMMA).astype(jnp.float32)
+    return v, scores, full((QUERIES,), 1.0, DOWN)
+
+
+def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, q_pos, fetch, state):
+    """A worker's sums, `state` and its tiles: weighted values `[QUERIES, D]`, maximum and total
+    `[QUERIES]`.
     """
 
     def step(i, state):
@@ -362,11 +418,8 @@ def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, by_row, fetch):
         plgpu.barrier_wait(at.tile_here.at[stage])
         start = share.tile(i) * KEYS
 
-        def slots_of(layout):
-            return start + plgpu.layout_cast(jnp.arange(KEYS, dtype=jnp.int32), layout)
-
         def places(layout):
-            slots = slots_of(layout)
+            slots = start + plgpu.layout_cast(jnp.arange(KEYS, dtype=jnp.int32), layout)
             here = (slots >= share.first) & (slots < share.limit)
             return jnp.where(here, load(at.places.at[stage], layout), ABSENT)
 
@@ -378,12 +431,7 @@ def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, by_row, fetch):
             at.v.at[stage][...] = jnp.where(held, v, jnp.zeros_like(v))
             plgpu.commit_smem()
 
-        by_key = [places(ACROSS)]
-        if spec.tree:
-            row = slots_of(ACROSS) - share.slot
-            own = (row >= 0) & (row < spec.rows)
-            by_key.append(jnp.where(own, jnp.left_shift(1, row), 0))
-        state = _accumulate(spec, at, warpgroup, by_row, by_key, stage, state)
+        state = _accumulate(spec, at, warpgroup, q_pos, places(ACROSS), stage, state)
 
         @pl.when(i + spec.stages < share.steps)
         def _():
@@ -392,32 +440,22 @@ def _attend(spec: Spec, at: _Scratch, share: Share, warpgroup, by_row, fetch):
 
         return state
 
-    state = (
-        full((QUERIES, spec.dim), 0.0, plgpu.Layout.WGMMA),
-        full((QUERIES,), _LEAST, DOWN),
-        full((QUERIES,), 0.0, DOWN),
-    )
     return jax.lax.fori_loop(0, share.steps, step, state)
 
 
-def _accumulate(spec: Spec, at: _Scratch, warpgroup, by_row, by_key, stage, state):
-    """Online softmax: weighted values, running maximum and sum of weights, one tile further.
-
-    by_row: see `_attend`; by_key: positions and, of a tree, an own row's bit, 0 for all others.
-    """
+def _accumulate(spec: Spec, at: _Scratch, warpgroup, q_pos, k_pos, stage, state):
+    """Online softmax: weighted values, running maximum and sum of weights, one tile further."""
     acc, top, total = state
     shape = (QUERIES, KEYS)
     scores = product(at.q, at.k.at[stage].transpose((1, 0)), shape)
     # Powers of two are what the hardware has: the factor of e goes into the scale.
     scores = scores * (spec.dim**-0.5 * _LOG2_E)
-    seen = spread(by_key[0], shape, 1)
+    seen = spread(k_pos, shape, 1)
     mask = seen != ABSENT
-    if spec.tree:
-        mask = mask & (spread(by_key[1], shape, 1) & spread(by_row[1], shape, 0) == 0)
     if spec.causal or spec.window is not None:
-        distance = spread(by_row[0], shape, 0) - seen
+        distance = spread(q_pos, shape, 0) - seen
     if spec.causal:
-        mask = mask & (distance >= 0)
+        mask = mask & (distance >= int(spec.tree))
     if spec.window is not None:
         mask = mask & (distance < spec.window) & (distance > -spec.window)
     scores = jnp.where(mask, scores, _LEAST)

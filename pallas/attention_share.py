@@ -22,8 +22,8 @@ QUERIES = 64
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Static numbers of one call; tree: whether rows see ancestors alone; parts: of the projection,
-    0 where it comes summed.
+    """Static numbers of one call; tree: whether rows are a draft tree's nodes; parts: of the
+    projection, 0 where it comes summed.
     """
 
     batch: int
