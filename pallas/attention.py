@@ -15,7 +15,9 @@ began: else a near-tie falls as drafts were accepted. There the steps stand at f
 take their slots' places among them, and a split takes a fixed number of steps (four times as many
 beyond 32 splits of them), so that the same numbers are added in the same order.
 
-Nodes of a draft tree are tested for their ancestors' bits in the steps that hold own rows alone.
+A node of a draft tree sees in the steps what stands before it: the context and the spine, in the
+slots of a chain. Itself, which may lie elsewhere, it has seen before split 0's first step; so what
+is added in which order is the same for a leaf as for the row that a later round has in its place.
 """
 
 import dataclasses
@@ -121,6 +123,11 @@ class _Spec:
         return (self.heads + 2 * self.kv_heads) * self.dim
 
     @property
+    def scale(self) -> float:
+        """Of scores, for powers of two, which are what the hardware has."""
+        return self.dim**-0.5 * math.log2(math.e)
+
+    @property
     def padded(self) -> int:
         """Query rows of one kv head, groups x rows, padded."""
         return _pad(self.groups * self.rows)
@@ -148,7 +155,7 @@ def append_and_attend(
 
     The caches are updated in place where the caller gives them up. Head dim: a power of two of 32
     or more; rows x query heads of a kv head: at most `MAX_ROWS`. The result depends neither on the
-    cache's capacity nor on what lies in empty slots.
+    cache's capacity nor on what lies in empty slots. A tree's block is causal, its cache no ring.
     """
     batch, rows, width = qkv.shape
     _, kv_heads, slots, dim = k_cache.shape
@@ -168,7 +175,7 @@ def append_and_attend(
         causal=causal,
         window=window,
         ring=place.ring,
-        tree=place.ancestors is not None,
+        tree=place.tree,
         dtype=qkv.dtype,
     )
     sums, k_cache, v_cache = _attend(spec, qkv, norms, place, k_cache, v_cache, interpret)
@@ -202,8 +209,7 @@ def _attend(spec, qkv, norms, place, k_cache, v_cache, interpret):
         sums.append(sums[1])
         sum_specs = [_split_spec(shape) for shape in sums]
     flat = [x.reshape(batch, -1) for x in (qkv, place.cos, place.sin)]
-    tree = [place.ancestors] if spec.tree else []
-    inputs = [*flat, place.q_pos, place.k_pos, place.slot, place.end, *tree, *(norms or ())]
+    inputs = [*flat, place.q_pos, place.k_pos, place.slot, place.end, *(norms or ())]
     specs = [_row_spec(x) if x.ndim == 2 else pl.BlockSpec() for x in inputs]
     shapes = [*sums, *(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (k_cache, v_cache))]
     *sums, k_cache, v_cache = pl.pallas_call(
@@ -301,7 +307,6 @@ def _query_rows(spec: _Spec, kv_head, start, count: int):
 
 def _attend_kernel(spec: _Spec, *refs):
     qkv, cos, sin, q_pos_ref, k_pos_ref, slot_ref, end_ref, *refs = refs
-    tree, refs = (refs[0], refs[1:]) if spec.tree else (None, refs)
     norms, refs = (refs[:2], refs[2:]) if spec.normed else ((None, None), refs)
     k_old, v_old, *outs, k_new, v_new = refs
     batch, kv_head, split = (pl.program_id(axis) for axis in range(3))
@@ -311,7 +316,6 @@ def _attend_kernel(spec: _Spec, *refs):
     row, head, live = _query_rows(spec, kv_head, 0, spec.padded)
     q = _rotated(spec, qkv, row, head, live, norms[0], (cos, sin))
     q_pos = plgpu.load(q_pos_ref.at[row], mask=live, other=0)
-    ancestors = plgpu.load(tree.at[row], mask=live, other=0) if tree is not None else None
     own_rows = jnp.arange(_pad(spec.rows))
     own_k, own_v = _block_rows(
         spec, qkv, kv_head, norms[1], (cos, sin), own_rows, own_rows < spec.rows
@@ -324,8 +328,7 @@ def _attend_kernel(spec: _Spec, *refs):
             if spec.aligned:
                 return state
             own_pos = plgpu.load(q_pos_ref.at[own_rows], mask=own_rows < spec.rows, other=ABSENT)
-            seen = _seen(spec, ancestors, 0, own_v.shape[0])
-            return _accumulate(spec, q, q_pos, own_k, own_v, own_pos, state, seen)
+            return _accumulate(spec, q, q_pos, own_k, own_v, own_pos, state)
 
         def body(step, state):
             rows = _context_rows(spec, k_old, v_old, k_pos_ref, first, end, slot, step)
@@ -335,14 +338,19 @@ def _attend_kernel(spec: _Spec, *refs):
             left, state = left_and_state
             step = stop - left
             rows = _rows_with_own(spec, k_old, v_old, k_pos_ref, slot, step, own_k, own_v)
-            seen = _seen(spec, ancestors, step * spec.tiling.keys - slot, spec.tiling.keys)
-            return left - 1, _accumulate(spec, q, q_pos, *rows, state, seen)
+            return left - 1, _accumulate(spec, q, q_pos, *rows, state)
+
+        def itself(_):
+            k, v = _block_rows(spec, qkv, kv_head, norms[1], (cos, sin), row, live)
+            return _itself(spec, q, k, v)
 
         state = (
             jnp.full((spec.padded,), _LEAST, jnp.float32),
             jnp.zeros((spec.padded,), jnp.float32),
             jnp.zeros((spec.padded, spec.dim), jnp.float32),
         )
+        if spec.tree:
+            state = jax.lax.cond(split == 0, itself, lambda state: state, state)
         begin, stop = split * share, jnp.minimum((split + 1) * share, steps)
         if spec.aligned and spec.window is not None:
             unseen = jnp.maximum(slot - (spec.window - 1), 0)
@@ -466,31 +474,21 @@ def _rows_with_own(spec: _Spec, k_ref, v_ref, k_pos_ref, slot, step, own_k, own_
     return k, rows(v_ref, 0, own_v), k_pos
 
 
-def _seen(spec: _Spec, ancestors, first, count: int):
-    """Which of `count` keys, from own row `first` on, the nodes of a tree see: beyond own rows all.
-
-    None where there is no tree.
-    """
-    if ancestors is None:
-        return None
-    row = first + jnp.arange(count)
-    own = (row >= 0) & (row < spec.rows)
-    bit = jnp.where(own, jnp.left_shift(1, row), 0)
-    return (~ancestors[:, None] & bit[None, :]) == 0
+def _itself(spec: _Spec, q, k, v):
+    """The state of online softmax of query rows that have each seen one key `k [n]` (halves)."""
+    f32 = jnp.float32
+    halves = zip(q, k, strict=True)
+    score = sum(jnp.sum(a.astype(f32) * b.astype(f32), axis=1) for a, b in halves)
+    return score * spec.scale, jnp.ones(score.shape, f32), v.astype(f32)
 
 
-def _accumulate(spec: _Spec, q, q_pos, k, v, k_pos, state, seen=None):
-    """Online softmax: running maximum, sum of weights and weighted values, one step further.
-
-    seen: what else a key must pass.
-    """
+def _accumulate(spec: _Spec, q, q_pos, k, v, k_pos, state):
+    """Online softmax: running maximum, sum of weights and weighted values, one step further."""
     top, total, acc = state
     mask = attention_mask(q_pos, k_pos, causal=spec.causal, window=spec.window)
-    if seen is not None:
-        mask = mask & seen
-    scores = sum(_dot(a, b, 1) for a, b in zip(q, k, strict=True))
-    # Powers of two are what the hardware has: the factor of e goes into the scale.
-    scores = scores * (spec.dim**-0.5 * math.log2(math.e))
+    if spec.tree:
+        mask = mask & (q_pos[:, None] != k_pos[None, :])
+    scores = sum(_dot(a, b, 1) for a, b in zip(q, k, strict=True)) * spec.scale
     scores = jnp.where(mask, scores, _LEAST)
     higher = jnp.maximum(top, jnp.max(scores, axis=1))
     weights = jnp.where(mask, jnp.exp2(scores - higher[:, None]), 0.0)

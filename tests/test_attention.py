@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_kernels_attention import close, on_a_tree, place_of
+from test_kernels_attention import close, later_rounds, on_a_tree, place_of
 from test_kernels_attention import problem as block_problem
 from test_kernels_attention import reference as attend
 
@@ -128,42 +128,48 @@ def test_bf16_scores_and_softmax_are_f32():
 # --- draft trees --------------------------------------------------------------------------------
 
 
-def bits(ancestors, node):
-    """Nodes of a path, the anchor first."""
-    return [i for i in range(32) if int(ancestors[node]) >> i & 1]
-
-
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize(
-    ("nodes", "shape"),
+    ("nodes", "spine", "shape"),
     [
-        (16, dict(heads=9, kv_heads=3, dim=64, normed=False)),
-        (24, dict(heads=4, kv_heads=2, dim=32)),
-        (32, dict(heads=8, kv_heads=2, dim=128)),
+        (1, 1, dict(heads=4, kv_heads=2, dim=32)),
+        (16, 16, dict(heads=4, kv_heads=4, dim=32)),
+        (16, None, dict(heads=9, kv_heads=3, dim=64, normed=False)),
+        (24, None, dict(heads=4, kv_heads=2, dim=32)),
+        (32, 4, dict(heads=8, kv_heads=2, dim=128)),
     ],
 )
-def test_each_node_of_a_tree_is_the_last_row_of_the_chain_of_its_path(nodes, shape, window):
+def test_each_node_of_a_tree_is_the_last_row_of_the_chain_of_its_path(nodes, spine, shape, window):
     """Over caches of different lengths, NaN in their empty slots."""
     kind = {"causal": True, "window": window}
-    args = on_a_tree(block_problem((21, 3), rows=nodes, slots=64, **shape), seed=nodes)
-    qkv, norms, eps, place, *caches = args
-    tree, dim, slots = attend(*args, **kind)[0], shape["dim"], np.arange(64)
-    longest = int((place.q_pos - place.slot[:, None]).max()) + 1
+    problem = block_problem((21, 3), rows=nodes, slots=64, **shape)
+    qkv, norms, eps, place, *caches = args = on_a_tree(problem, seed=nodes, spine=spine)
+    tree, slots = attend(*args, **kind)[0], np.arange(64)
+    depth = np.asarray(place.q_pos - place.slot[:, None])
+    longest = depth.max() + 1
     for node in range(nodes):
-        paths = [bits(ancestors, node) for ancestors in place.ancestors]
         # Rows behind the node repeat it: no earlier row of a chain sees them.
-        rows = jnp.asarray([path + [node] * (longest - len(path)) for path in paths])
+        rows = np.where(np.arange(longest) < depth[:, node, None], np.arange(longest), node)
         q_pos = np.asarray(place.slot)[:, None] + np.arange(longest)
         k_pos = np.where(slots <= q_pos[:, -1:], slots, ABSENT)
-        chain = place_of(q_pos, k_pos, place.slot, place.slot, dim)
-        ordered = jnp.take_along_axis(qkv, rows[:, :, None], axis=1)
+        chain = place_of(q_pos, k_pos, place.slot, place.slot, shape["dim"])
+        ordered = jnp.take_along_axis(qkv, jnp.asarray(rows)[:, :, None], axis=1)
         attended = attend(ordered, norms, eps, chain, *caches, **kind)[0]
-        for b, path in enumerate(paths):
-            close(tree[b, jnp.asarray(path)], attended[b, : len(path)])
+        for b in range(2):
+            close(tree[b, node], attended[b, depth[b, node]])
 
 
-def test_a_tree_of_more_rows_than_an_int32_has_bits_is_refused():
-    qkv, norms, eps, place, *caches = block_problem((5,), rows=33, slots=64)
-    place = place.replace(ancestors=jnp.zeros((1, 33), jnp.int32))
-    with pytest.raises(ValueError, match="rows of a tree: expected at most 32, found 33"):
-        append_and_attend(qkv, norms, eps, place, *caches, causal=True, window=None)
+@pytest.mark.parametrize(
+    ("dtype", "window"), [(jnp.float32, None), (jnp.bfloat16, None), (jnp.bfloat16, 11)]
+)
+def test_a_leaf_rounds_as_its_row_in_a_later_round(dtype, window):
+    for leaf, later in later_rounds(attend, dtype, window, (9, 29, 32)):
+        np.testing.assert_array_equal(leaf, later)
+
+
+@pytest.mark.parametrize(("rows", "causal"), [(33, True), (8, False)])
+def test_trees_are_of_few_nodes_in_causal_blocks(rows, causal):
+    qkv, norms, eps, place, *caches = on_a_tree(block_problem((5,), rows=rows, slots=64))
+    message = f"at most 32 rows of a causal block, found {rows} rows, causal={causal}"
+    with pytest.raises(ValueError, match=message):
+        append_and_attend(qkv, norms, eps, place, *caches, causal=causal, window=None)

@@ -16,7 +16,6 @@ from dflash_jax import kv as cache
 from dflash_jax.attention import BlockPlace, append_and_attend
 from dflash_jax.kv import ABSENT
 from dflash_jax.layers import rope_frequencies
-from dflash_jax.tree import grow
 
 # jax 0.11 and newer still ship the Triton backend, with a warning.
 pytestmark = [
@@ -74,21 +73,20 @@ def place_of(q_pos, k_pos, slot, end, dim, ring=False):
     return BlockPlace(jnp.cos(angles), jnp.sin(angles), *numbers, ring)
 
 
-def on_a_tree(args, seed=0):
-    """A block of `problem`, its rows the nodes of a tree of random laws."""
-    qkv, norms, eps, place, k, v = args
-    rng, (batch, rows) = np.random.default_rng(seed), place.q_pos.shape
-    laws = jnp.asarray(np.log(rng.dirichlet(np.ones(4), (batch, 8))), F32)
-    cand = jnp.tile(jnp.arange(4), (batch, 8, 1))
-    tree = grow(laws, cand, jnp.zeros((batch,), jnp.int32), rows)
-    depth, start = np.asarray(tree.depth), np.asarray(place.q_pos)[:, :1]
-    assert (np.diff(depth) < 1).any(), "nodes share positions"
-    at = np.arange(place.k_pos.shape[1]) - np.asarray(place.slot)[:, None]
-    own = np.take_along_axis(start + depth, np.clip(at, 0, rows - 1), axis=1)
-    k_pos = np.where((at >= 0) & (at < rows), own, place.k_pos)
-    dim, ring = 2 * place.cos.shape[-1], place.ring
-    place = place_of(start + depth, k_pos, place.slot, place.end, dim, ring)
-    return qkv, norms, eps, place.replace(ancestors=tree.ancestors), k, v
+def on_a_tree(args, seed=0, spine=None):
+    """A block of `problem`, its rows the nodes of a tree of so long a spine (None: one drawn for
+    each sequence) and else of leaves.
+    """
+    place, rng = args[3], np.random.default_rng(seed)
+    batch, rows = place.q_pos.shape
+    spines = np.full(batch, spine) if spine else rng.integers(2, rows, batch)
+    leaves = rng.integers(1, np.maximum(spines, 2)[:, None], (batch, rows))
+    depth = np.where(np.arange(rows) < spines[:, None], np.arange(rows), leaves)
+    first_leaf = np.asarray(place.slot) + spines
+    k_pos = np.where(np.arange(place.k_pos.shape[1]) < first_leaf[:, None], place.k_pos, ABSENT)
+    q_pos = np.asarray(place.q_pos)[:, :1] + depth
+    place = place_of(q_pos, k_pos, place.slot, place.end, 2 * place.cos.shape[-1])
+    return *args[:3], place.replace(tree=True), *args[4:]
 
 
 def turned_ring(turns_at, rows=4, dim=32, dtype=F32, heads=4, kv_heads=2):
@@ -329,40 +327,70 @@ def test_rows_that_would_not_fit_stay_inside_the_cache():
 
 # --- draft trees --------------------------------------------------------------------------------
 
-# Own rows in one step, across several and from the first slot on.
+SMOL = dict(heads=9, kv_heads=3, dim=64, normed=False)
+QWEN = dict(heads=8, kv_heads=2, dim=128)
+# Own rows in one step, across several and from the first slot on; spines of all lengths.
 TREES = [
-    ((40,), dict(rows=16, heads=9, kv_heads=3, dim=64, normed=False), None),
-    ((30, 0), dict(rows=24, heads=9, kv_heads=3, dim=64, normed=False), 9),
-    ((50,), dict(rows=32, heads=9, kv_heads=3, dim=64, normed=False), 40),
-    ((40, 33), dict(rows=16, heads=32, kv_heads=8, dim=128), None),
-    ((9,), dict(rows=24, heads=8, kv_heads=2, dim=128, floor=1000), 3),
-    ((0, 60), dict(rows=32, heads=8, kv_heads=2, dim=128), None),
+    ((40,), dict(SMOL, rows=16), None, None),
+    ((30, 0), dict(SMOL, rows=24), None, 9),
+    ((50,), dict(SMOL, rows=32), 5, 40),
+    ((40, 33), dict(QWEN, rows=16), 16, None),
+    ((9,), dict(QWEN, rows=24, floor=1000), 2, 3),
+    ((0, 60), dict(QWEN, rows=32), None, None),
+    ((31, 16), dict(heads=4, kv_heads=4, rows=16), 12, 1),
+    ((0, 47), dict(heads=4, kv_heads=4, rows=1), 1, None),
+    ((48,), dict(QWEN, rows=1), 1, 20),
 ]
-trees = pytest.mark.parametrize(("lens", "shape", "window"), TREES)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
-@trees
-def test_nodes_of_a_tree_see_the_context_and_their_ancestors(lens, shape, window, dtype):
-    args = on_a_tree(problem(lens, **shape, dtype=dtype))
-    for causal in (True, False):
-        for tiling in (CUT, WHOLE):
-            check(args, tiling, causal=causal, window=window)
+@pytest.mark.parametrize(("lens", "shape", "spine", "window"), TREES)
+def test_nodes_of_a_tree_see_what_is_before_them_and_themselves(lens, shape, spine, window, dtype):
+    args = on_a_tree(problem(lens, **shape, dtype=dtype), spine=spine)
+    for tiling in (CUT, WHOLE):
+        check(args, tiling, causal=True, window=window)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_the_nodes_of_a_tree_in_a_ring(causal):
-    for rows_held in (2, 18, 34):
-        check(on_a_tree(turned_ring(rows_held)), causal=causal, window=6)
+def later_rounds(run, dtype, window, starts, first=8, total=64, slots=96, dim=32):
+    """Pairs of attended rows: each leaf's of the trees at `starts`, and that of the same position
+    in a round which has it in its spine, and begins there, before, or where the tree does.
+
+    run: `append_and_attend`. Rows `first .. total` are written by it.
+    """
+    whole, kind = aligned_case(first, total, total - first, dtype, slots, window, dim, fill=run)
+    (text,), (_, k, v) = whole[0], run(*whole, **kind)
+    other = draw(np.random.default_rng(6), dtype, *text.shape)
+    spine, leaves = np.arange(8), np.array([1, 7, 2, 4, 7])
+    depth, at = np.concatenate([spine, leaves])[None], np.arange(slots)
+
+    def attended(start, text):
+        from_text, from_other = text[start - first + spine], other[start - first + leaves]
+        k_pos = np.where(at < start + spine.size, at, ABSENT)[None]
+        slot = np.array([start])
+        place = place_of(start + depth, k_pos, slot, slot, dim).replace(tree=True)
+        caches = (jnp.where((at < start)[:, None], cache, jnp.nan) for cache in (k, v))
+        block = jnp.concatenate([from_text, from_other])[None]
+        return run(block, *whole[1:3], place, *caches, **kind)[0][0]
+
+    for start in starts:
+        nodes = attended(start, text)
+        for node, pos in zip(nodes[spine.size :], start + leaves, strict=True):
+            taken = text.at[pos - first].set(other[pos - first])
+            for begin in sorted({start, pos - 1, pos}):
+                yield node, attended(begin, taken)[pos - begin]
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_a_tree_of_one_path_is_a_chain_to_the_bit(causal):
-    args = problem((30,), rows=16)
-    seen = np.tril(np.ones((16, 16), int)) if causal else np.ones((16, 16), int)
-    path = args[3].replace(ancestors=jnp.asarray([seen @ 2 ** np.arange(16)], jnp.int32))
-    run = partial(kernel.append_and_attend, tiling=CUT, interpret=True, causal=causal, window=None)
-    jax.tree.map(same, run(*args[:3], path, *args[4:]), run(*args))
+@pytest.mark.parametrize(
+    ("dtype", "window", "tiling"),
+    [(F32, None, CUT), (BF16, None, CUT), (F32, 11, WHOLE), (BF16, 11, CUT), (BF16, 1, CUT)],
+)
+def test_a_leaf_rounds_as_its_row_in_a_later_round(dtype, window, tiling):
+    """Bit for bit, across steps and splits."""
+    run = partial(kernel.append_and_attend, tiling=tiling, interpret=True)
+    pairs = list(later_rounds(run, dtype, window, (9, 24, 29, 32, 47)))
+    assert len(pairs) == 5 * 14
+    for leaf, later in pairs:
+        same(leaf, later)
 
 
 # --- inside other programs ----------------------------------------------------------------------
@@ -550,10 +578,10 @@ def test_lowers_for_cuda(preset, rows, dtype):
 @pytest.mark.parametrize("preset", ["qwen3-8b", "smollm2"])
 def test_lowers_for_cuda_with_a_tree(preset, rows, dtype):
     args = on_a_tree(problem((200,), **PRESETS[preset], rows=rows, dtype=dtype, slots=2113))
-    for causal, window in ((True, None), (False, 100)):
+    for window in (None, 100):
         text = lowered(
-            lambda q, n, p, k, v, kind=(causal, window): kernel.append_and_attend(
-                q, n, EPS, p, k, v, causal=kind[0], window=kind[1]
+            lambda q, n, p, k, v, window=window: kernel.append_and_attend(
+                q, n, EPS, p, k, v, causal=True, window=window
             ),
             *(args[i] for i in (0, 1, 3, 4, 5)),
         )
@@ -590,9 +618,21 @@ def test_compiled_trees_equal_the_reference(exact, preset, dtype, rows):
     for lens in ((0,), (50,), (1000,), (63, 64, 130)):
         args = problem(lens, **PRESETS[preset], rows=rows, dtype=dtype, slots=1093)
         args, run = on_a_tree(args, seed=rows), kernel.append_and_attend
-        for causal, window in ((True, None), (True, 9), (False, 100)):
-            first = check(args, run=run, causal=causal, window=window)
-            jax.tree.map(same, first, run(*args, causal=causal, window=window))
+        for window in (None, 9, 100):
+            first = check(args, run=run, causal=True, window=window)
+            jax.tree.map(same, first, run(*args, causal=True, window=window))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiled_a_leaf_rounds_as_its_row_in_a_later_round(dim, dtype, window):
+    where = dict(first=1000, total=1064, slots=2113, dim=dim)
+    for leaf, later in later_rounds(
+        kernel.append_and_attend, dtype, window, (1009, 1021, 1040), **where
+    ):
+        same(leaf, later)
 
 
 @pytest.mark.gpu
