@@ -18,6 +18,7 @@ from test_kernels_attention import (
     aligned_case,
     check,
     close,
+    later_rounds,
     on_a_tree,
     problem,
     reference,
@@ -403,11 +404,15 @@ trees = pytest.mark.parametrize(("lens", "shape", "window"), TREES)
 @needs_interpreter
 @pytest.mark.slow
 @trees
-def test_nodes_of_a_tree_see_the_context_and_their_ancestors(run, lens, shape, window):
-    args = on_a_tree(narrow(*lens, **shape))
-    check(args, run=run, causal=True, window=window)
-    if len(lens) == 1 and window != 3:
-        check(args, run=run, causal=False, window=window)
+def test_a_node_of_a_tree_sees_the_spine_before_it_and_itself(run, lens, shape, window):
+    check(on_a_tree(narrow(*lens, **shape)), run=run, causal=True, window=window)
+
+
+@needs_interpreter
+@pytest.mark.slow
+@pytest.mark.parametrize("spine", [1, 16], ids=["leaves", "chain"])
+def test_a_tree_without_leaves_and_one_of_nothing_else(run, spine):
+    check(on_a_tree(narrow(60, heads=3), spine=spine), run=run, causal=True, window=None)
 
 
 @needs_interpreter
@@ -420,19 +425,22 @@ def test_parts_of_the_nodes_of_a_tree(run):
 
 @needs_interpreter
 @pytest.mark.slow
-def test_the_nodes_of_a_tree_in_a_ring(run):
-    for held in (8, 18, 34):
-        args = on_a_tree(turned_ring(held, dtype=BF16, dim=64, rows=4))
-        check(args, run=run, causal=True, window=6)
+def test_no_two_threads_race_over_a_tree(kernel):
+    run = partial(kernel.append_and_attend, interpret=kernel.interpreted(detect_races=True))
+    for take in (run, taking_parts(run)):
+        args = on_a_tree(narrow(66, rows=5, slots=192))
+        check(args, run=take, causal=True, window=None)
 
 
 @needs_interpreter
 @pytest.mark.slow
-def test_a_tree_of_one_path_is_a_chain_to_the_bit(run):
-    args, kind = narrow(60, rows=16, heads=3), dict(causal=True, window=None)
-    path = jnp.asarray([np.tril(np.ones(16, int)) @ 2 ** np.arange(16)], jnp.int32)
-    tree = [*args[:3], args[3].replace(ancestors=path), *args[4:]]
-    jax.tree.map(same, run(*tree, **kind), run(*args, **kind))
+@pytest.mark.parametrize("window", [None, 11])
+def test_a_leaf_rounds_as_its_row_in_a_later_round(run, window):
+    """Bit for bit, across tiles."""
+    pairs = list(later_rounds(run, BF16, window, (24, 51), dim=64, total=72))
+    assert len(pairs) == 2 * 14
+    for leaf, later in pairs:
+        same(leaf, later)
 
 
 # --- for a GPU ----------------------------------------------------------------------------------
@@ -444,8 +452,8 @@ def test_a_tree_of_one_path_is_a_chain_to_the_bit(run):
 @pytest.mark.parametrize("preset", PRESETS)
 def test_lowers_for_cuda_with_a_tree(kernel, preset, rows):
     args = on_a_tree(problem((200,), **PRESETS[preset], rows=rows, dtype=BF16, slots=272))
-    for causal, window, count in ((True, None, 4), (False, 100, 0)):
-        kind = dict(causal=causal, window=window)
+    for window, count in ((None, 4), (100, 0)):
+        kind = dict(causal=True, window=window)
         text = lowered(
             lambda q, n, p, k, v, kind=kind: kernel.append_and_attend(q, n, EPS, p, k, v, **kind),
             parts_of(args[0], count) if count else args[0],
@@ -525,12 +533,24 @@ def test_compiled_trees_equal_the_reference(hopper, preset, rows):
     for lens in ((0,), (50,), (1000,), (63, 64, 130)):
         args = problem(lens, **PRESETS[preset], rows=rows, slots=1096, dtype=BF16)
         args = on_a_tree(args, seed=rows)
-        for causal, window in ((True, None), (True, 9), (False, 100)):
-            kind = dict(causal=causal, window=window)
+        for window in (None, 9, 100):
+            kind = dict(causal=True, window=window)
             first = check(args, run=hopper, **kind)
             jax.tree.map(same, first, hopper(*args, **kind))
             if PRESETS[preset]["dim"] == 64:
                 jax.tree.map(same, first, taking_parts(hopper)(*args, **kind))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 700])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_compiled_a_leaf_rounds_as_its_row_in_a_later_round(hopper, dim, window):
+    def run(qkv, *rest, **kind):
+        return (hopper if qkv.shape[1] <= 64 else reference)(qkv, *rest, **kind)
+
+    where = dict(first=1000, total=1064, slots=2112, dim=dim)
+    for leaf, later in later_rounds(run, BF16, window, (1009, 1021, 1040), **where):
+        same(leaf, later)
 
 
 @pytest.mark.gpu
