@@ -63,9 +63,9 @@ def grow(
       nodes: at most `most_nodes(nd, k)`.
       implementation: the kernel grows all in one launch, the same nodes to the bit.
 
-    Ties go to the earlier slot, then to the earlier candidate. Of laws that are not finite the tree
-    is some tree. Raises ValueError for more nodes or candidates than these, NotImplementedError as
-    `kernels.resolve` does.
+    Ties go to the earlier slot, then to the earlier candidate. Where a law is NaN or positive the
+    tree is some tree. Raises ValueError for more nodes or candidates than these,
+    NotImplementedError as `kernels.resolve` does.
 
     >>> laws = jnp.log(jnp.array([[[0.6, 0.4], [0.9, 0.1]]]))
     >>> tree = grow(laws, jnp.array([[[5, 6], [7, 8]]]), jnp.array([4]), 4)
@@ -96,6 +96,8 @@ def _grow(laws: jax.Array, cand: jax.Array, anchor: jax.Array, nodes: int) -> Dr
         return (best, totals[best]), (totals, best)
 
     totals, spine = jax.lax.scan(step, (jnp.int32(0), jnp.float32(0)), laws)[1]
+    # 0 and -0 tie, but to top_k.
+    totals = jnp.where(totals == 0, 0, totals)
     chosen = jax.lax.top_k(totals.reshape(-1), nodes - 1)[1]
     slot, choice = chosen // candidates, chosen % candidates
     # No node is likelier than the one before it: the spine comes in order, and before its leaves.
@@ -125,9 +127,8 @@ def walk(
     before = jnp.maximum(tree.depth - 1, 0)
     said = jnp.take_along_axis(after, before, axis=1, mode="promise_in_bounds")
     right = (node == 0) | ((tree.tokens == said) & (tree.depth < cap[:, None]))
-    # The first node of the spine that is wrong; past its end nothing is.
-    wrong = jnp.where(tree.on_spine & ~right, node, node.size)
-    end = jnp.min(wrong, axis=1, keepdims=True)
+    # The first wrong node. Where that is a leaf, the spine is before it and nothing is cut off.
+    end = jnp.min(jnp.where(right, node.size, node), axis=1, keepdims=True)
     reached = right & (before < end)
     last = jnp.argmax(jnp.where(reached, tree.depth, -1), axis=1)[:, None].astype(jnp.int32)
     accepted = jnp.take_along_axis(tree.depth, last, axis=1)

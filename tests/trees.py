@@ -4,33 +4,43 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+VOCABULARY = 40
 
-def tree_problem(batch, slots, befores, candidates, *, tied=False, seed=0):
+
+def tree_problem(batch, slots, befores, candidates, *, kind="random", seed=0):
     """Laws `[batch, slots, candidates]`, with `befores` of more than 1 in their last but one axis;
-    candidates and anchors. Tied: laws are small whole numbers.
+    candidates and anchors.
+
+    Kinds: `random` laws; `tied` ones, small whole numbers; `zeros`, tied ones whose zeros are of
+    both signs; `holes`, tied ones of which a third are -inf, slots without another among them.
     """
     rng = np.random.default_rng(seed)
     shape = (batch, slots, befores, candidates)
-    laws = jax.nn.log_softmax(jnp.asarray(2 * rng.normal(size=shape), jnp.float32))
-    if tied:
-        laws = jnp.asarray(-rng.integers(0, 3, shape), jnp.float32)
-    ids = [rng.permutation(1000)[:candidates] for _ in range(batch * slots)]
+    laws = -rng.integers(0, 3, shape).astype(np.float32)
+    if kind == "random":
+        laws = np.asarray(jax.nn.log_softmax(2 * rng.normal(size=shape).astype(np.float32)))
+    elif kind == "zeros":
+        laws = np.where(laws == 0, rng.choice(np.float32([0.0, -0.0]), shape), laws)
+    elif kind == "holes":
+        laws[rng.random(shape) < 1 / 3] = -np.inf
+        laws[rng.random((batch, slots)) < 1 / 8] = -np.inf
+    ids = [rng.permutation(VOCABULARY)[:candidates] for _ in range(batch * slots)]
     cand = jnp.asarray(np.reshape(ids, (batch, slots, candidates)), jnp.int32)
-    anchor = jnp.asarray(rng.integers(0, 1000, batch), jnp.int32)
-    return laws[:, :, 0] if befores == 1 else laws, cand, anchor
+    anchor = jnp.asarray(rng.integers(0, VOCABULARY, batch), jnp.int32)
+    return jnp.asarray(laws[:, :, 0] if befores == 1 else laws), cand, anchor
 
 
 def answers(grown, longest, *, seed=1):
-    """What a target says after each node, `[B, n]`, mostly the token of one of its children; and
-    caps `[B]` of 1 to `longest` + 1.
+    """What a target says after each node, `[B, n]`, mostly the token of the spine's next node or of
+    a leaf beside it; and caps `[B]` of 1 to `longest` + 1.
     """
     rng = np.random.default_rng(seed)
-    tokens, parent = np.asarray(grown.tokens), np.asarray(grown.parent)
-    after = rng.integers(0, 1000, tokens.shape)
-    for b, node in np.argwhere(rng.random(tokens.shape) < 0.8):
-        children = np.flatnonzero(parent[b] == node)
-        children = children[children > 0]
+    tokens, depth = np.asarray(grown.tokens), np.asarray(grown.depth)
+    after = rng.integers(0, VOCABULARY, tokens.shape)
+    for b, node in np.argwhere(rng.random(tokens.shape) < 0.9):
+        children = np.flatnonzero(depth[b] == node + 1)
         if children.size:
-            after[b, node] = tokens[b, rng.choice(children)]
+            child = children[0] if rng.random() < 0.6 else rng.choice(children)
+            after[b, node] = tokens[b, child]
     cap = rng.integers(1, longest + 2, len(tokens))
     return jnp.asarray(after, jnp.int32), jnp.asarray(cap, jnp.int32)
