@@ -437,7 +437,7 @@ def test_no_two_threads_race_over_a_tree(kernel):
 @pytest.mark.parametrize("window", [None, 11])
 def test_a_leaf_rounds_as_its_row_in_a_later_round(run, window):
     """Bit for bit, across tiles."""
-    pairs = list(later_rounds(run, BF16, window, (24, 51), dim=64, total=72))
+    pairs = list(later_rounds(run, BF16, window, (24, 51), dim=64))
     assert len(pairs) == 2 * 14
     for leaf, later in pairs:
         same(leaf, later)
@@ -548,7 +548,7 @@ def test_compiled_a_leaf_rounds_as_its_row_in_a_later_round(hopper, dim, window)
     def run(qkv, *rest, **kind):
         return (hopper if qkv.shape[1] <= 64 else reference)(qkv, *rest, **kind)
 
-    where = dict(first=1000, total=1064, slots=2112, dim=dim)
+    where = dict(first=1000, slots=2112, dim=dim)
     for leaf, later in later_rounds(run, BF16, window, (1009, 1021, 1040), **where):
         same(leaf, later)
 
