@@ -45,9 +45,16 @@ def kernel():
 
 @pytest.fixture
 def run(kernel):
-    """Interpreted; one warpgroup a block, for as many threads as the suite's device has."""
+    """Interpreted; one warpgroup a block, for as many threads as the suite's device has. So a call
+    ends before the next begins: two at a time would wait for each other's threads.
+    """
     tiling = kernel.Tiling(warpgroups=1, stages=2)
-    return partial(kernel.append_and_attend, interpret=True, tiling=tiling)
+
+    def ended(*args, **kind):
+        done = kernel.append_and_attend(*args, interpret=True, tiling=tiling, **kind)
+        return jax.block_until_ready(done)
+
+    return ended
 
 
 def narrow(*lens, rows=16, heads=4, kv_heads=1, dim=64, slots=160, **more):
