@@ -79,17 +79,19 @@ def measured_window(family: str, platform: str, trees: bool = False) -> dict[str
     Args: family of the drafter; platform: JAX's name of the backend, `cpu` or another; trees:
     whether the target takes draft trees (`dense.DenseTarget` does).
 
-    A GPU verifies a whole block at the price of one token. A CPU pays for rows: on two cores, f32,
-    a plain step of SmolLM2 takes 25 ms, one of 2 to 5 rows 33 ms, and every block row adds to the
-    drafter's own head. DSpark's chain keeps its acceptance in a short block, where rows drafted
-    independently lose some, so only its block is cut.
+    A GPU verifies a whole block at the price of one token, and 16 nodes of a tree at that of a
+    block. A CPU pays for rows: on two cores, f32, few of them take up to twice as long as one, and
+    every block row adds to the drafter's own head. DSpark's pair scores keep the acceptance of a
+    short block, where rows drafted independently lose some, so only its block is cut.
     """
     options: dict[str, Any] = {"policy": DSparkVtPolicy("fixed")}
     if platform == "cpu":
-        options["verify_width"] = 4
+        options["verify_width"] = 5 if trees else 4
         if family == "dspark":
             options["block_size"] = 4
-    return options
+    elif trees:
+        options["verify_width"] = 16
+    return options | ({"tree": True} if trees else {})
 
 
 def parts_of(rows: int) -> tuple[int, ...]:

@@ -83,7 +83,8 @@ def decode(loaded: LoadedTarget, draft: DFlashDraft | None, prompts, args) -> di
     if draft is not None:
         options |= {"policy": DSparkVtPolicy("fixed"), "draft_kv_dtype": args.draft_kv_dtype}
         if args.measured_window:
-            options |= measured_window(draft.config.family, jax.default_backend())
+            trees = getattr(loaded.target, "takes_trees", False)
+            options |= measured_window(draft.config.family, jax.default_backend(), trees)
     room = max(map(len, prompts)) + args.max_new_tokens
     options["capacity"] = max(256, 1 << (room - 1).bit_length())
     budget = args.max_new_tokens

@@ -409,18 +409,14 @@ def test_text_needs_a_tokenizer(capsys):
     assert "expected a tokenizer beside it (or --ids), found none" in capsys.readouterr().err
 
 
-def test_the_default_drafter_is_the_best_for_what_is_asked(monkeypatch):
+@pytest.mark.parametrize("command", [("generate", "x"), ("bench",), ("plan",)])
+def test_the_default_drafter_is_the_one_measured_fastest(command):
     def chosen(*given):
-        return draft_name(make_parser().parse_args([*given]))
+        return draft_name(make_parser().parse_args([*command, *given]))
 
-    for command in (("generate", "x"), ("bench",)):
-        assert chosen(*command) == chosen(*command, "--temperature", "0") == "dspark"
-        assert chosen(*command, "--temperature", "0.8") == "dflash2"
-        assert chosen(*command, "--temperature", "0.8", "--draft", "dflash") == "dflash"
-    assert chosen("plan") == "dspark"
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert chosen("generate", "x") == "dflash"
-    assert chosen("generate", "x", "--temperature", "0.8") == "dflash2"
+    assert chosen() == "dspark"
+    assert chosen("--draft", "dflash") == "dflash"
+    assert chosen("--draft", "none") is None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -435,17 +431,23 @@ def test_shipped_drafters_use_the_window_measured_for_the_device(family):
 
     chosen = options("--draft", family)
     assert chosen["policy"] == DSparkVtPolicy("fixed")
-    assert chosen["verify_width"] == 4
+    assert chosen["tree"] and chosen["verify_width"] == 5
     assert chosen.get("block_size") == (4 if family == "dspark" else None)
     assert options() == chosen
     session = SpecSession(target, draft, **chosen)
-    assert session._plan.verify_width == 4
+    assert session._plan.tree and session._plan.verify_width == 5
     for given in (("--block-size", "6"), ("--verify-width", "5"), ("--window-policy", "ladder")):
         assert options(*given)["verify_width"] == (5 if "5" in given else None)
     own = options("--draft", str(TINY / family))
     assert own["policy"].kind == ("confidence-slot" if family == "dspark" else "fixed")
-    elsewhere = measured_window(family, "gpu")
-    assert elsewhere == {"policy": DSparkVtPolicy("fixed")}
+    fixed = DSparkVtPolicy("fixed")
+    assert measured_window(family, "gpu") == {"policy": fixed}
+    assert measured_window(family, "gpu", trees=True) == {
+        "policy": fixed,
+        "verify_width": 16,
+        "tree": True,
+    }
+    assert measured_window(family, "cpu")["verify_width"] == 4
 
 
 def test_another_target_has_no_default_drafter(capsys):

@@ -3,18 +3,16 @@
 import argparse
 from typing import Any
 
-import jax
 from jax.sharding import Mesh
 
 from dflash_jax.checkpoint import draft_directory, load_draft, shipped_drafts, survey_draft
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.head import draft_ids
 from dflash_jax.quant import FLOAT, PRECISIONS
-from dflash_jax.sampling import GREEDY_TEMPERATURE
 from dflash_jax.targets.dense import DenseTarget
 from dflash_jax.targets.loading import DEFAULT_TARGET, LoadedTarget, abstract_target, load_target
 
-DEFAULT_DRAFT, GPU_DRAFT, SAMPLED_DRAFT = "dspark", "dflash", "dflash2"
+DEFAULT_DRAFT = "dspark"
 """The shipped drafter with the longest acceptance; the one that decodes a little faster on a GPU,
 by the cheapest rounds; and the one that samples fastest: it draws among a few candidates, where a
 chain filters the whole vocabulary slot by slot.
@@ -34,8 +32,7 @@ def add_models(parser: Any) -> None:
         "--draft",
         metavar="NAME|DIR|FILE.gguf|none",
         help=f"the drafter: a shipped one ({', '.join(shipped_drafts())}), a directory or file, or "
-        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT}, on a GPU "
-        f"{GPU_DRAFT}, to sample {SAMPLED_DRAFT})",
+        f"none to decode plainly (default for {DEFAULT_TARGET}: {DEFAULT_DRAFT})",
     )
     parser.add_argument(
         "--draft-precision",
@@ -62,7 +59,7 @@ def draft_name(args: argparse.Namespace) -> str | None:
     """The drafter asked for, or None to decode plainly."""
     if args.draft is None and args.target != DEFAULT_TARGET:
         raise ValueError(f"--draft: expected a drafter for {args.target}, found none given")
-    name = default_draft(args) if args.draft is None else args.draft
+    name = DEFAULT_DRAFT if args.draft is None else args.draft
     if name != "none":
         return name
     for option in ("draft_precision", "draft_head_rows", "ranks"):
@@ -70,13 +67,6 @@ def draft_name(args: argparse.Namespace) -> str | None:
             flag = "--" + option.replace("_", "-")
             raise ValueError(f"{flag}: expected a drafter to apply it to, found --draft none")
     return None
-
-
-def default_draft(args: argparse.Namespace) -> str:
-    """The shipped drafter for what is asked, greedy tokens or sampled ones, and where."""
-    if (getattr(args, "temperature", None) or 0) > GREEDY_TEMPERATURE:
-        return SAMPLED_DRAFT
-    return DEFAULT_DRAFT if jax.default_backend() == "cpu" else GPU_DRAFT
 
 
 def head_rows(args: argparse.Namespace, target: Any) -> int | None:
