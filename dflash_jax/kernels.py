@@ -78,11 +78,7 @@ def device_refusal(hopper: bool = False) -> str | None:
 
     Those for Hopper run on nothing newer: its products and their layouts are its own.
     """
-    config: Any = jax.config  # its options are made at run time
-    device = config.jax_default_device
-    if isinstance(device, str):
-        device = jax.devices(device)[0]
-    device = jax.devices()[0] if device is None else device
+    device = _default_device()
     if device.platform != "gpu":
         return f"device: expected an NVIDIA GPU, found {device.platform}"
     capability = str(getattr(device, "compute_capability", "none"))
@@ -92,6 +88,19 @@ def device_refusal(hopper: bool = False) -> str | None:
     if not major.isdigit() or int(major) < 8:
         return f"compute capability: expected 8.0 or more, found {capability}"
     return None
+
+
+def on_cpu() -> bool:
+    """Whether this process's default device is a CPU."""
+    return _default_device().platform == "cpu"
+
+
+def _default_device() -> Any:
+    config: Any = jax.config  # its options are made at run time
+    device = config.jax_default_device
+    if isinstance(device, str):
+        device = jax.devices(device)[0]
+    return jax.devices()[0] if device is None else device
 
 
 def kernel(op: str) -> ModuleType:

@@ -12,6 +12,8 @@ from dflash_jax.config import RopeConfig
 from dflash_jax.kernels import Implementation
 from dflash_jax.quant import QuantizedLinear
 
+CPU_ROWS = 8
+"""Most f32 rows whose product with a weight a CPU takes as a sum of products."""
 SUM_TILE = 128
 """Sums of products of few rows (over a cache's slots, over fc's columns) are of a multiple of this
 many: on a GPU, XLA cuts them into up to 16 parts of a multiple of 8, and pads both factors every
@@ -35,8 +37,22 @@ def linear(
     if isinstance(weight, QuantizedLinear):
         return quant.project(x, weight, dtype, first=first, implementation=implementation)
     weight = weight[first:] if first else weight
+    rows = math.prod(x.shape[:-1])
+    if 1 < rows <= CPU_ROWS and x.dtype == weight.dtype == jnp.float32 and kernels.on_cpu():
+        return _summed_products(x, weight)
     contract = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
+
+
+def _summed_products(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """`linear` of few rows on a CPU, as one loop over the weight.
+
+    XLA's own product first packs all of the weight, whatever the rows: up to eight rows of SmolLM2
+    took 30 % longer.
+    """
+    flat = x.reshape(-1, x.shape[-1])
+    out = jnp.sum(weight[:, None] * flat[None], axis=-1)
+    return out.T.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def row_linear(

@@ -80,13 +80,14 @@ def measured_window(family: str, platform: str, trees: bool = False) -> dict[str
     whether the target takes draft trees (`dense.DenseTarget` does).
 
     A GPU verifies a whole block at the price of one token, and 16 nodes of a tree at that of a
-    block. A CPU pays for rows: on two cores, f32, few of them take up to twice as long as one, and
-    every block row adds to the drafter's own head. DSpark's pair scores keep the acceptance of a
-    short block, where rows drafted independently lose some, so only its block is cut.
+    block. A CPU pays for rows: on two cores, f32, four of SmolLM2's take half as long again as one,
+    eight twice as long, and every block row adds to the drafter's own head. DSpark's pair scores
+    keep the acceptance of a short block, where rows drafted independently lose some, so only its
+    block is cut.
     """
     options: dict[str, Any] = {"policy": DSparkVtPolicy("fixed")}
     if platform == "cpu":
-        options["verify_width"] = 5 if trees else 4
+        options["verify_width"] = 4
         if family == "dspark":
             options["block_size"] = 4
     elif trees:

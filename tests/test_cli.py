@@ -431,11 +431,11 @@ def test_shipped_drafters_use_the_window_measured_for_the_device(family):
 
     chosen = options("--draft", family)
     assert chosen["policy"] == DSparkVtPolicy("fixed")
-    assert chosen["tree"] and chosen["verify_width"] == 5
+    assert chosen["tree"] and chosen["verify_width"] == 4
     assert chosen.get("block_size") == (4 if family == "dspark" else None)
     assert options() == chosen
     session = SpecSession(target, draft, **chosen)
-    assert session._plan.tree and session._plan.verify_width == 5
+    assert session._plan.tree and session._plan.verify_width == 4
     for given in (("--block-size", "6"), ("--verify-width", "5"), ("--window-policy", "ladder")):
         assert options(*given)["verify_width"] == (5 if "5" in given else None)
     own = options("--draft", str(TINY / family))
