@@ -176,7 +176,8 @@ def tree_candidates(draft: DFlashDraft) -> int:
     if draft.dflash2 is not None:
         return draft.dflash2.top_k
     rows = draft.config.vocab_size if draft.head is None else draft.head.d2t.shape[0]
-    return min(rows, CANDIDATES if draft.markov is None else PAIRED_CANDIDATES)
+    most = CANDIDATES if draft.markov is None else PAIRED_CANDIDATES
+    return most if rows is None else min(rows, most)
 
 
 def propose_rows(

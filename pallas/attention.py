@@ -479,7 +479,7 @@ def _itself(spec: _Spec, q, k, v):
     f32 = jnp.float32
     halves = zip(q, k, strict=True)
     score = sum(jnp.sum(a.astype(f32) * b.astype(f32), axis=1) for a, b in halves)
-    return score * spec.scale, jnp.ones(score.shape, f32), v.astype(f32)
+    return score * spec.scale, jnp.ones(v.shape[:1], f32), v.astype(f32)
 
 
 def _accumulate(spec: _Spec, q, q_pos, k, v, k_pos, state):

@@ -178,6 +178,14 @@ def test_non_finite_laws_are_a_fault():
         generate(target, broken, TEXT, 20, **TREE)
 
 
+def test_a_drafter_that_states_no_vocabulary():
+    target, draft = trained("dflash")
+    unsaid = draft.replace(config=dataclasses.replace(draft.config, vocab_size=None))
+    said, silent = (generate(target, x, TEXT, 30, **TREE) for x in (draft, unsaid))
+    assert silent.token_ids == said.token_ids
+    assert silent.acceptance_lengths == said.acceptance_lengths
+
+
 def test_candidates_are_those_of_a_smaller_vocabulary():
     target, draft = tiny_target(), trim_head(tiny_draft(TINY), tiny_target(), np.arange(5))
     plain = generate(target, None, [1, 2, 3], 30)
