@@ -288,7 +288,12 @@ def settings_asked_for(*options, family="dspark"):
     loaded = LoadedTarget(trained(family)[0], None, "tiny")
     args = make_parser().parse_args(["bench", "--draft", "x", *options])
     return [
-        (way["block_size"], way["verify_width"], way["policy"].kind, way["policy"].tau)
+        (
+            way["block_size"],
+            way["verify_width"],
+            "tree" if way.get("tree") else way["policy"].kind,
+            way["policy"].tau,
+        )
         for way in ways(args, loaded, trained(family)[1])
     ]
 
@@ -309,8 +314,11 @@ def test_a_sweep_takes_the_drafters_blocks_and_policies(family):
     blocks = {block for block, *_ in tried}
     assert (len(blocks), max(blocks), min(blocks)) == (3, whole, max(2, whole // 4))
     confident = {"confidence", "confidence-slot"} if head else set()
-    assert {kind for *_, kind, _ in tried} == {"fixed", "ladder", "cost"} | confident
-    assert len(tried) == len(set(tried)) == 3 * (5 if head else 3)
+    chains = {"fixed", "ladder", "cost"} | confident
+    assert {kind for *_, kind, _ in tried} == chains | {"tree"}
+    assert len(tried) == len(set(tried)) == 3 * (6 if head else 4)
+    untreed = settings_asked_for("--sweep", "--no-tree", family=family)
+    assert {kind for *_, kind, _ in untreed} == chains
     hosted = sweep(trained(family)[1], hosted=True)["window_policy"]
     assert set(hosted) == {"fixed", "ladder"} | confident
 
@@ -349,6 +357,7 @@ def test_a_changed_token_is_exit_code_1(tmp_path, capsys):
     [
         (["--draft", "none"], "--draft: expected a drafter to measure, found none"),
         (["--sweep", "--block-size", "4"], "--block-size: expected without --sweep"),
+        (["--sweep", "--tree"], "--tree: expected without --sweep"),
         (["--limit", "-1"], "--limit: expected 0 or more, found -1"),
         (["--batch", "9"], "batch: expected 1..3 (different prompts), found 9"),
         (["--block-size", "2", "3", "--verify-width", "8"], "--verify-width: expected one that a"),

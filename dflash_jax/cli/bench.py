@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from dflash_jax import __version__, sharding
 from dflash_jax.benchmark import Prompt, check_batch, decode, run_trial
 from dflash_jax.benchmark.figure import check_ending, save_figure
-from dflash_jax.benchmark.report import Report, comparable, digest, pairs_of, read_report
+from dflash_jax.benchmark.report import TREE, Report, comparable, digest, pairs_of, read_report
 from dflash_jax.benchmark.text import changes, tables
 from dflash_jax.cli import prompts as files
 from dflash_jax.cli.cache import add_compile_cache
@@ -72,7 +72,8 @@ def add(commands: Any) -> None:
     add(
         "--sweep",
         action="store_true",
-        help="try a quarter, a half and all of the drafter's block, under every policy it has",
+        help="try a quarter, a half and all of the drafter's block, under every policy it has, and "
+        "draft trees",
     )
     add("--json", action="store_true", help="print one JSON object instead")
     add("--save", metavar="FILE", help="write that object here")
@@ -223,11 +224,12 @@ def ways(
     """`SpecSession` options of every setting asked for; windows wider than a block are left out."""
     asked = {name: getattr(args, name) or [None] for name in SWEPT}
     if args.sweep:
-        for name in SWEPT:
-            if getattr(args, name) is not None:
+        for name in (*SWEPT, "tree"):
+            if getattr(args, name):
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag}: expected without --sweep, which sets it, found both")
-        asked |= sweep(draft, hosted=isinstance(loaded.target, HostedTarget))
+        trees = args.tree is None and getattr(loaded.target, "takes_trees", False)
+        asked |= sweep(draft, hosted=isinstance(loaded.target, HostedTarget), trees=trees)
     harvest, found = resolve_harvest(draft.config, args.harvest), False
     # A threshold is for the policies that read one; where none does, it is refused.
     idle = not any((policy or "").startswith("confidence") for policy in asked["window_policy"])
@@ -238,6 +240,8 @@ def ways(
             continue
         tau = args.tau if idle or (policy or "").startswith("confidence") else None
         one = {"block_size": block, "verify_width": width, "window_policy": policy, "tau": tau}
+        if policy == TREE:
+            one |= {"window_policy": None, "tree": True}
         found = True
         yield session_options(argparse.Namespace(**{**vars(args), **one}), loaded, draft)
     if not found:
@@ -246,8 +250,11 @@ def ways(
         )
 
 
-def sweep(draft: DFlashDraft, hosted: bool = False) -> dict[str, list[Any]]:
-    """Block sizes and policies worth a try with a drafter; hosted targets have no `cost`."""
+def sweep(draft: DFlashDraft, hosted: bool = False, trees: bool = False) -> dict[str, list[Any]]:
+    """Block sizes and policies worth a try with a drafter; hosted targets have no `cost`.
+
+    trees: whether to try draft trees too, as a policy `TREE`.
+    """
     kinds = [
         kind
         for kind in get_args(PolicyKind)
@@ -257,7 +264,7 @@ def sweep(draft: DFlashDraft, hosted: bool = False) -> dict[str, list[Any]]:
     return {
         "block_size": [*parts_of(draft.config.block_size)],
         "verify_width": [None],
-        "window_policy": kinds,
+        "window_policy": [*kinds, TREE] if trees else kinds,
     }
 
 
