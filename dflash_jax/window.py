@@ -79,8 +79,8 @@ def measured_window(family: str, platform: str, trees: bool = False) -> dict[str
     Args: family of the drafter; platform: JAX's name of the backend, `cpu` or another; trees:
     whether the target takes draft trees (`dense.DenseTarget` does).
 
-    A GPU verifies a whole block at the price of one token, and 16 nodes of a tree at that of a
-    block. A CPU pays for rows: on two cores, f32, four of SmolLM2's take half as long again as one,
+    A GPU verifies a whole block, or a tree of `options.TREE_WIDTH` nodes, at the price of one
+    token. A CPU pays for rows: on two cores, f32, four of SmolLM2's take half as long again as one,
     eight twice as long, and every block row adds to the drafter's own head. DSpark's pair scores
     keep the acceptance of a short block, where rows drafted independently lose some, so only its
     block is cut.
@@ -90,8 +90,6 @@ def measured_window(family: str, platform: str, trees: bool = False) -> dict[str
         options["verify_width"] = 4
         if family == "dspark":
             options["block_size"] = 4
-    elif trees:
-        options["verify_width"] = 16
     return options | ({"tree": True} if trees else {})
 
 

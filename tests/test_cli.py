@@ -442,11 +442,7 @@ def test_shipped_drafters_use_the_window_measured_for_the_device(family):
     assert own["policy"].kind == ("confidence-slot" if family == "dspark" else "fixed")
     fixed = DSparkVtPolicy("fixed")
     assert measured_window(family, "gpu") == {"policy": fixed}
-    assert measured_window(family, "gpu", trees=True) == {
-        "policy": fixed,
-        "verify_width": 16,
-        "tree": True,
-    }
+    assert measured_window(family, "gpu", trees=True) == {"policy": fixed, "tree": True}
     assert measured_window(family, "cpu")["verify_width"] == 4
 
 
