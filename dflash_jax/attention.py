@@ -17,6 +17,7 @@ from dflash_jax.kernels import Implementation
 from dflash_jax.kv import ABSENT, Held, QuantizedRows, Rows, read_rows, write_rows
 from dflash_jax.layers import apply_rope, in_parts, linear, rms_norm, summed_in_parts
 from dflash_jax.quant import QuantizedLinear
+from dflash_jax.tree import MOST_NODES
 
 HeadNorms = tuple[jax.Array, jax.Array] | None
 """RMSNorm weights `[D]` of the query and of the key heads; None where the model has none."""
@@ -114,13 +115,12 @@ def append_and_attend(
     Returns attended rows `[B, rows, heads * D]` in the model's dtype, and both caches with the
     block's rows written. What empty slots hold, NaN included, changes nothing. Raises
     NotImplementedError as `kernels.resolve` and `kernels.mosaic_kernel` do, where "mosaic" cannot
-    take the arrays, and for kernels asked to read int8; ValueError for a tree of more than `NARROW`
-    rows, or that is not causal.
+    take the arrays, and for kernels asked to read int8; ValueError for a tree of more than
+    `MOST_NODES` rows, not causal, in a ring or over int8.
     """
     rows = qkv.shape[-2]
-    if place.tree and (rows > NARROW or not causal):
-        found = f"{rows} rows, causal={causal}"
-        raise ValueError(f"tree: expected at most {NARROW} rows of a causal block, found {found}")
+    if place.tree:
+        _check_tree(rows, causal, place.ring, k_cache)
     if isinstance(k_cache, QuantizedRows):
         implementation = for_int8(implementation)
     else:
@@ -154,6 +154,17 @@ def append_and_attend(
     else:
         attended = tiled_attention(q, k_cache, v_cache, place, tile, **masks)
     return attended, k_cache, v_cache
+
+
+def _check_tree(rows: int, causal: bool, ring: bool, cache: Rows | QuantizedRows) -> None:
+    if rows > MOST_NODES or not causal:
+        found = f"{rows} rows, causal={causal}"
+        raise ValueError(
+            f"tree: expected at most {MOST_NODES} rows of a causal block, found {found}"
+        )
+    if ring or isinstance(cache, QuantizedRows):
+        found = "a ring" if ring else "int8"
+        raise ValueError(f"tree: expected a cache of floats in order of position, found {found}")
 
 
 def _hopper(block: jax.Array, k_cache: Rows, implementation: Implementation) -> ModuleType | None:
@@ -285,8 +296,8 @@ def block_attention(
 
 def _with_itself(q, scores, v, k_pos, own_k, own_v) -> jax.Array:
     """`block_attention` of rows that see themselves beside the keys with these scores."""
-    batch, rows, _, dim = q.shape
-    grouped = q.reshape(batch, rows, own_k.shape[2], -1, dim).transpose(0, 2, 3, 1, 4)
+    dim = q.shape[-1]
+    grouped = _grouped(q, own_k.shape[2])
     own_k, own_v = (x.transpose(0, 2, 1, 3)[:, :, None].astype(jnp.float32) for x in (own_k, own_v))
     own = jnp.sum(grouped.astype(jnp.float32) * own_k, axis=-1, keepdims=True) * dim**-0.5
     most = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), own)
@@ -352,14 +363,18 @@ def _scores(q: jax.Array, k: jax.Array, mask: jax.Array) -> jax.Array:
     The query heads of one kv head stand together as rows, so that this product and `_weighted`'s
     are plain batched matmuls over the cache as it lies.
     """
-    batch, rows, heads, dim = q.shape
-    kv_heads = k.shape[1]
-    split = (batch, kv_heads, heads // kv_heads, rows)
-    grouped = q.reshape(batch, rows, *split[1:3], dim).transpose(0, 2, 3, 1, 4)
-    grouped = grouped.reshape(batch, kv_heads, -1, dim)
-    scores = jnp.einsum("bkmd,bksd->bkms", grouped, k, preferred_element_type=jnp.float32)
+    grouped = _grouped(q, k.shape[1])
+    *split, dim = grouped.shape
+    flat = grouped.reshape(*split[:2], -1, dim)
+    scores = jnp.einsum("bkmd,bksd->bkms", flat, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(*split, -1) * dim**-0.5
     return jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
+
+
+def _grouped(q: jax.Array, kv_heads: int) -> jax.Array:
+    """Rows `[B, rows, heads, D]` by kv head, `[B, kv_heads, groups, rows, D]`."""
+    batch, rows, _, dim = q.shape
+    return q.reshape(batch, rows, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)
 
 
 def _weighted(weights: jax.Array, v: jax.Array, k_pos: jax.Array) -> jax.Array:

@@ -155,7 +155,7 @@ class Slots:
       stops: most stop ids of a request.
       mesh: as in `session.SpecSession`; its data axis divides the slots.
       **options: of `options.round_plan` (block_size, verify_width, harvest, policy, widths, costs,
-        row_draws, draft_kv_dtype, logprobs, implementation), as in `session.SpecSession`.
+        tree, row_draws, draft_kv_dtype, logprobs, implementation), as in `session.SpecSession`.
 
     A prompt is read alone, chunk by chunk, into caches of one sequence; these then take the place
     of the slot's, in the donated state: no other sequence is touched or copied. Over a mesh every

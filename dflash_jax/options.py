@@ -18,7 +18,7 @@ from dflash_jax.kv import DraftKVDtype
 from dflash_jax.propose import RowDraws, tree_candidates
 from dflash_jax.round import RoundPlan
 from dflash_jax.sampling import SamplingParams
-from dflash_jax.targets import AnyTarget, HostedTarget, Target
+from dflash_jax.targets import AnyTarget, HostedTarget, Target, takes_trees
 from dflash_jax.tree import most_nodes
 from dflash_jax.window import (
     Costs,
@@ -120,7 +120,7 @@ def _policy_of_trees(
     row_draws: RowDraws,
 ) -> DSparkVtPolicy:
     """The policy that verifies all nodes; ValueError for what is not made for draft trees."""
-    if isinstance(target, HostedTarget) or not getattr(target, "takes_trees", False):
+    if not takes_trees(target):
         raise ValueError(
             f"tree: expected a target that takes draft trees, found a {kind_of(target)}"
         )

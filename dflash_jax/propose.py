@@ -34,7 +34,7 @@ class Proposal(struct.PyTreeNode):
     drawn from. The law itself: q_dense `[B, nd, V]`, or q_rows `[B, nd, k]` on candidates
     cand `[B, nd, k]`, or neither, which means one-hot. raws `[B, nd]`: DSpark's confidences before
     the sigmoid, None without a head. fault `[B]`: first slot of non-finite draft logits, else -1.
-    tree: where several continuations are verified; tokens are then its nodes behind the anchor.
+    tree: where a draft tree is verified; tokens are then its nodes behind the anchor.
     """
 
     tokens: jax.Array

@@ -15,11 +15,11 @@ class Generation:
 
     token_ids: emitted tokens, a stop token included. acceptance_lengths: tokens gained in each
     round, the target's own (bonus) token included, the first token (from the prompt) excluded.
-    verify_widths: rows verified in each round, anchor included.
-    drafted: drafts verified; accepted: drafts committed. logprobs: the target's, of each token
-    (None unless asked for). finish_reason: "stop", "length" (budget),
-    "capacity" (context full) or "open" (more may come). prefill_seconds: the prompt and first
-    token; seconds: all rounds; both are wall time, compilation included where it happened.
+    verify_widths: rows verified in each round, anchor included; of draft trees, those of a path
+    that might have been kept whole. drafted: drafts so verified; accepted: drafts committed.
+    logprobs: the target's, of each token (None unless asked for). finish_reason: "stop", "length"
+    (budget), "capacity" (context full) or "open" (more may come). prefill_seconds: the prompt and
+    first token; seconds: all rounds; both are wall time, compilation included where it happened.
     """
 
     token_ids: list[int]

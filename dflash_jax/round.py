@@ -292,7 +292,9 @@ def settle_round(
             kv = ingest_ctx(draft, kv, feats, pos, gain, plan.implementation)
     if meter is not None:
         meter = metered(meter, decision.accepted, width, live)
-    state = _record(state, decision.tokens, logits, keep, gain, width, live)
+    # A tree has more nodes than a path.
+    on_path = jnp.minimum(width, plan.longest + 1)
+    state = _record(state, decision.tokens, logits, keep, gain, on_path, live)
     draft_fault, target_fault = _faults(proposal, keep(finite_rows(logits)), gain, live)
     return state.replace(
         target=target_state,

@@ -125,7 +125,7 @@ class SpecSession:
         none. ValueError for one beyond the vocabulary.
       block_size: rows drafted a round, at most the checkpoint's (default).
       verify_width: rows verified a round, anchor included, 2..drafts + 1 (default: all drafts); of
-        a draft tree, its nodes, 2..32 (default 16).
+        a draft tree, its nodes, 2..`tree.most_nodes` (default: 16 of them at most).
       capacity: rows a sequence may hold; default what `default_capacity` makes of prompt and
         budget, at most the model's context.
       chunk: rows of a prompt read at once, from 16; default `loop.widest_chunk`'s.
@@ -136,8 +136,9 @@ class SpecSession:
       costs: seconds of a round at each width, or that at each of some contexts, for the policy
         `cost` (see `window.Costs`); default what `cost.measure_costs` measures when the first
         prompts of a capacity are opened.
-      tree: verify the likeliest continuations of a block together, see `tree.grow`. Sampled tokens
-        are then those of plain decoding with the same seed.
+      tree: verify a block's likeliest chain and leaves off it together, see `tree.grow`. Sampled
+        tokens are then those of plain decoding with the same seed. ValueError for targets that take
+        none (`targets.TreeTarget`), other policies than `fixed`, widths, and row_draws "sample".
       sampling: `SamplingParams` for all sequences, or one a sequence; default greedy.
       row_draws: how plain DFlash rows are drawn when sampling, see `propose.propose`.
       draft_kv_dtype: "int8" holds the drafter's cache as int8 and scales, see `kv.QuantizedRows`;

@@ -117,9 +117,9 @@ def walk(
     """The path that the target takes: nodes `[B, longest + 1]` from the anchor on, and how many
     drafts of it are right `[B]`; behind those, the path repeats its last node.
 
-    Args: after `[B, n]`: the target's own token after each node. longest: the deepest node's depth
-    at most. cap `[B]`: rows of a path that may be kept, anchor included. implementation: the kernel
-    is one launch.
+    Args: after `[B, n]`: the target's own token after each node. longest: no node is deeper.
+    cap `[B]`: rows of a path that may be kept, anchor included. implementation: the kernel is one
+    launch.
     """
     if kernels.resolve(implementation) == "pallas":
         return kernels.kernel("tree").walk(tree.tokens, tree.depth, after, longest, cap)

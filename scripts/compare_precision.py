@@ -31,6 +31,7 @@ from dflash_jax.kv import DraftKVDtype
 from dflash_jax.quant import FLOAT, PRECISIONS
 from dflash_jax.ranks import corpus_ranks
 from dflash_jax.records import HELDOUT, prompt_ids, read_records
+from dflash_jax.targets import takes_trees
 from dflash_jax.targets.loading import LoadedTarget, load_target
 from dflash_jax.window import DSparkVtPolicy, measured_window
 
@@ -83,8 +84,8 @@ def decode(loaded: LoadedTarget, draft: DFlashDraft | None, prompts, args) -> di
     if draft is not None:
         options |= {"policy": DSparkVtPolicy("fixed"), "draft_kv_dtype": args.draft_kv_dtype}
         if args.measured_window:
-            trees = getattr(loaded.target, "takes_trees", False)
-            options |= measured_window(draft.config.family, jax.default_backend(), trees)
+            family, platform = draft.config.family, jax.default_backend()
+            options |= measured_window(family, platform, takes_trees(loaded.target))
     room = max(map(len, prompts)) + args.max_new_tokens
     options["capacity"] = max(256, 1 << (room - 1).bit_length())
     budget = args.max_new_tokens

@@ -7,7 +7,15 @@ from test_kernels_attention import close, later_rounds, on_a_tree, place_of
 from test_kernels_attention import problem as block_problem
 from test_kernels_attention import reference as attend
 
-from dflash_jax.attention import ABSENT, append_and_attend, attention_mask, block_attention
+from dflash_jax.attention import (
+    ABSENT,
+    NARROW,
+    append_and_attend,
+    attention_mask,
+    block_attention,
+)
+from dflash_jax.kv import QuantizedRows
+from dflash_jax.tree import MOST_NODES
 
 
 def by_hand(q, k, v, q_pos, k_pos, causal, window):
@@ -170,6 +178,17 @@ def test_a_leaf_rounds_as_its_row_in_a_later_round(dtype, window):
 @pytest.mark.parametrize(("rows", "causal"), [(33, True), (8, False)])
 def test_trees_are_of_few_nodes_in_causal_blocks(rows, causal):
     qkv, norms, eps, place, *caches = on_a_tree(block_problem((5,), rows=rows, slots=64))
+    assert MOST_NODES <= NARROW
     message = f"at most 32 rows of a causal block, found {rows} rows, causal={causal}"
     with pytest.raises(ValueError, match=message):
         append_and_attend(qkv, norms, eps, place, *caches, causal=causal, window=None)
+
+
+@pytest.mark.parametrize("found", ["a ring", "int8"])
+def test_trees_are_in_order_of_position_and_in_floats(found):
+    qkv, norms, eps, place, *caches = on_a_tree(block_problem((5,), rows=8, slots=64))
+    if found == "int8":
+        caches = [QuantizedRows(x.astype(jnp.int8), jnp.ones((*x.shape[:-1], 1))) for x in caches]
+    place = place.replace(ring=found == "a ring")
+    with pytest.raises(ValueError, match=f"order of position, found {found}"):
+        append_and_attend(qkv, norms, eps, place, *caches, causal=True, window=None)

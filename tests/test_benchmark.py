@@ -172,6 +172,12 @@ def test_sampled_text_is_held_against_nothing():
 # --- reports --------------------------------------------------------------------------------------
 
 
+def test_a_trial_of_trees_without_a_round():
+    told = trial([answer("qa", [], [])], setting=Setting(1, 8, 16, "tree"))
+    assert told.slots.kept == told.gains == []
+    assert told.mean_acceptance_length == 0.0
+
+
 def report(trials=None, **conditions):
     known = {
         "target": "tiny",
@@ -305,6 +311,12 @@ def test_every_combination_that_a_block_holds_is_tried():
     # DSpark's block of 2 holds 3 rows.
     kinds = [("fixed", 0.5), ("confidence", 0.3)]
     assert tried == [(*r, *kind) for r in ((2, 2), (4, 2), (4, 4)) for kind in kinds]
+
+
+def test_trees_that_a_block_does_not_hold_are_left_out():
+    rows = ["--tree", "--block-size", "2", "8", "--verify-width", "4", "16"]
+    tried = settings_asked_for(*rows, family="dflash")
+    assert [way[:2] for way in tried] == [(2, 4), (8, 4), (8, 16)]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -410,13 +410,17 @@ def test_text_needs_a_tokenizer(capsys):
 
 
 @pytest.mark.parametrize("command", [("generate", "x"), ("bench",), ("plan",)])
-def test_the_default_drafter_is_the_one_measured_fastest(command):
+def test_the_default_drafter(command, monkeypatch):
     def chosen(*given):
         return draft_name(make_parser().parse_args([*command, *given]))
 
     assert chosen() == "dspark"
     assert chosen("--draft", "dflash") == "dflash"
     assert chosen("--draft", "none") is None
+    if command != ("plan",):
+        assert chosen("--temperature", "0.8") == "dspark"
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert chosen() == "dspark"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -433,7 +437,8 @@ def test_shipped_drafters_use_the_window_measured_for_the_device(family):
     assert chosen["policy"] == DSparkVtPolicy("fixed")
     assert chosen["tree"] and chosen["verify_width"] == 4
     assert chosen.get("block_size") == (4 if family == "dspark" else None)
-    assert options() == chosen
+    assert options() == options("--tree") == chosen
+    assert options("--no-tree") == {k: v for k, v in chosen.items() if k != "tree"}
     session = SpecSession(target, draft, **chosen)
     assert session._plan.tree and session._plan.verify_width == 4
     for given in (("--block-size", "6"), ("--verify-width", "5"), ("--window-policy", "ladder")):

@@ -24,6 +24,37 @@ def test_linear_is_x_times_the_transposed_weight():
     np.testing.assert_allclose(linear(jnp.asarray(x), jnp.asarray(weight)), x @ weight.T, rtol=1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 2, 8, 9])
+def test_linear_of_few_rows(rows):
+    """On a CPU from two to eight are a sum of products: the same numbers, dtype and gradients."""
+    x, weight = array(rows, 1, 300), array(70, 300, seed=1)
+    for f in (linear, jax.jit(linear, static_argnames=("first", "dtype"))):
+        found = f(jnp.asarray(x), jnp.asarray(weight), dtype=jnp.bfloat16, first=3)
+        assert (found.dtype, found.shape) == (jnp.bfloat16, (rows, 1, 67))
+        np.testing.assert_allclose(found.astype(jnp.float32), x @ weight[3:].T, rtol=2e-2, atol=0.1)
+        found = f(jnp.asarray(x), jnp.asarray(weight))
+        assert found.dtype == jnp.float32
+        np.testing.assert_allclose(found, x @ weight.T, rtol=1e-5, atol=1e-5)
+
+    def loss(weight):
+        return jnp.sum(linear(jnp.asarray(x), weight) ** 2)
+
+    expected = 2 * (x @ weight.T)[:, 0].T @ x[:, 0]
+    np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(weight)), expected, rtol=1e-4, atol=1e-3)
+
+
+def test_few_rows_of_an_uncompiled_linear_make_no_copy_of_the_weight_for_each():
+    """A head of 152k tokens would be 20 GB: the sum of products is compiled by itself."""
+    shapes = (
+        jax.ShapeDtypeStruct((8, 64), jnp.float32),
+        jax.ShapeDtypeStruct((512, 64), jnp.float32),
+    )
+    (step,) = jax.make_jaxpr(linear)(*shapes).eqns
+    assert step.primitive.name in ("jit", "pjit")
+    compiled = jax.jit(linear).lower(*shapes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 64 * 4
+
+
 def test_linear_accumulates_bf16_products_in_f32():
     # 256 + 1 + ... + 1: a bf16 accumulator would stay at 256.
     x = jnp.ones((1, 257), jnp.bfloat16)

@@ -89,7 +89,9 @@ def test_no_cache_is_copied_inside_the_loop(batch, options):
     target, kv = session.state.target, session.state.draft
     caches = jax.tree.leaves((target.k, target.v, kv.k, kv.v))
     text = loop.decode.lower(*arguments(session, 5)).compile().as_text()
-    copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(", text)
+    # Rows that a product leaves may be as many numbers as a small cache.
+    lines = [line for line in text.splitlines() if "(_summed_products)/transpose" not in line]
+    copied = re.findall(r"= \w+\[([\d,]*)\]\S* copy(?:-start)?\(", "\n".join(lines))
     sizes = {np.prod([int(n) for n in shape.split(",") if n]) for shape in copied}
     assert copied  # the pattern finds the small ones
     assert not sizes & {leaf.size for leaf in caches}

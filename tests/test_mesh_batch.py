@@ -138,3 +138,17 @@ def test_costs_are_measured_on_all_devices_of_the_mesh():
     costs = measure_costs(*models, plan, 4, [9], decode=decode, clock=lambda: 0.0)
     assert costs == {9: {1: 1e-9, 4: 1e-9}}
     assert placed == {(4, (sharding.DATA, sharding.MODEL))}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shape", [(2, 2), (1, 2)])
+def test_trees_decode_what_one_device_decodes_plainly(family, shape):
+    model, data = shape
+    penalised = SamplingParams(temperature=0.9, top_p=0.95, repeat_penalty=1.2, seed=11)
+    models, several = pair(family), [SamplingParams(), penalised]
+    prompts = [PROMPT[:5], PROMPT[3:14]]
+    plain = generate(models[0], None, prompts, 20, sampling=several)
+    mesh = sharding.make_mesh(model, data=data)
+    models = sharding.shard_pair(*models, mesh)
+    found = generate(*models, prompts, 20, sampling=several, mesh=mesh, tree=True)
+    assert [x.token_ids for x in found] == [x.token_ids for x in plain]

@@ -128,13 +128,14 @@ def test_a_row_rounds_as_that_of_a_round_that_accepts_nothing(family):
 def test_the_figures_of_a_tree():
     target, draft = trained("dflash")
     out = generate(target, draft, TEXT, 40, stop_token_ids=(), **TREE)
-    assert out.verify_widths == [12] * out.rounds
-    assert out.drafted == 11 * out.rounds
+    slots = draft.config.block_size - 1
+    assert out.verify_widths == [slots + 1] * out.rounds
+    assert out.drafted == slots * out.rounds
+    assert len(out.slot_acceptance) == slots
     assert out.accepted == sum(gain - 1 for gain in out.acceptance_lengths)
     trial = run_trial(target, draft, [Prompt(TEXT)], 40, {"stop_token_ids": (), **TREE})
     assert (trial.setting.policy, trial.lossless) == ("tree", 1)
-    assert len(trial.slots.kept) == max(trial.gains) - 1
-    assert trial.slots.verified == [len(trial.gains)] * len(trial.slots.kept)
+    assert trial.slots.kept == out.slot_acceptance
 
 
 @pytest.mark.parametrize("batch", [1, 2])

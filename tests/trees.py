@@ -5,6 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 
 VOCABULARY = 40
+KINDS = ["random", "tied", "zeros", "holes"]
+"""Of laws, see `tree_problem`."""
 
 
 def tree_problem(batch, slots, befores, candidates, *, kind="random", seed=0):
@@ -44,3 +46,15 @@ def answers(grown, longest, *, seed=1):
             after[b, node] = tokens[b, child]
     cap = rng.integers(1, longest + 2, len(tokens))
     return jnp.asarray(after, jnp.int32), jnp.asarray(cap, jnp.int32)
+
+
+def check_candidates(grow, value):
+    """A tree of laws of which some are `value`, no law, has its slots' candidates all the same."""
+    laws, cand, anchor = tree_problem(3, 3, 5, 5)
+    laws = laws.at[0, 1, 2].set(value).at[1, 0].set(value).at[2].set(value)
+    grown = grow(laws, cand, anchor, 14)
+    np.testing.assert_array_equal(grown.tokens[:, 0], anchor)
+    for b in range(3):
+        nodes = zip(grown.depth[b, 1:].tolist(), grown.tokens[b, 1:].tolist(), strict=True)
+        assert all(token in cand[b, depth - 1].tolist() for depth, token in nodes)
+    assert (grown.depth[:, 1:] >= 1).all()

@@ -86,9 +86,6 @@ class Trial:
     def slots(self) -> SlotAcceptance:
         """Acceptance slot by slot."""
         widths = [width for answer in self.answers for width in answer.verify_widths]
-        if self.setting.policy == TREE:
-            # Its rows are no slots: each slot down to the deepest that was kept was verified.
-            widths = [max(self.gains)] * len(widths)
         return SlotAcceptance.of(self.gains, widths)
 
     @property

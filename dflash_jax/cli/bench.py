@@ -32,11 +32,13 @@ from dflash_jax.draft import DFlashDraft
 from dflash_jax.extras import require
 from dflash_jax.options import budget_of
 from dflash_jax.progress import Progress
+from dflash_jax.propose import tree_candidates
 from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, naming, read_records
 from dflash_jax.session import SpecSession
-from dflash_jax.targets import HostedTarget
+from dflash_jax.targets import HostedTarget, takes_trees
 from dflash_jax.targets.loading import LoadedTarget
+from dflash_jax.tree import most_nodes
 from dflash_jax.window import DSparkVtPolicy, PolicyKind, parts_of
 
 LIMIT = 12
@@ -228,15 +230,15 @@ def ways(
             if getattr(args, name):
                 flag = "--" + name.replace("_", "-")
                 raise ValueError(f"{flag}: expected without --sweep, which sets it, found both")
-        trees = args.tree is None and getattr(loaded.target, "takes_trees", False)
+        trees = args.tree is None and takes_trees(loaded.target)
         asked |= sweep(draft, hosted=isinstance(loaded.target, HostedTarget), trees=trees)
     harvest, found = resolve_harvest(draft.config, args.harvest), False
     # A threshold is for the policies that read one; where none does, it is refused.
     idle = not any((policy or "").startswith("confidence") for policy in asked["window_policy"])
     for block, width, policy in itertools.product(*asked.values()):
-        most = harvest.drafts(block or draft.config.block_size) + 1
-        several = len(asked["block_size"]) > 1 and not args.tree
-        if several and width is not None and width > most:
+        drafts = harvest.drafts(block or draft.config.block_size)
+        most = most_nodes(drafts, tree_candidates(draft)) if args.tree else drafts + 1
+        if len(asked["block_size"]) > 1 and width is not None and width > most:
             continue
         tau = args.tau if idle or (policy or "").startswith("confidence") else None
         one = {"block_size": block, "verify_width": width, "window_policy": policy, "tau": tau}

@@ -11,6 +11,7 @@ from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.kv import DraftKVDtype
 from dflash_jax.sampling import SamplingParams
+from dflash_jax.targets import takes_trees
 from dflash_jax.targets.loading import LoadedTarget
 from dflash_jax.window import (
     DSparkVtPolicy,
@@ -84,8 +85,9 @@ def _add_round(parser: Any, many: dict[str, Any]) -> None:
     parser.add_argument(
         "--tree",
         action=argparse.BooleanOptionalAction,
-        help="verify the likeliest continuations of a block together, as a draft tree of "
-        "--verify-width nodes, not one chain of drafts",
+        help="verify a block's likeliest chain and leaves off it, as a draft tree of "
+        "--verify-width nodes (default: with the shipped drafters, where no other option of a "
+        "round is given)",
     )
     parser.add_argument(
         "--window-policy",
@@ -145,7 +147,6 @@ def session_options(
             f"found {args.window_policy or 'none'}"
         )
     drafting = {
-        "tree": args.tree,
         "block_size": args.block_size,
         "verify_width": args.verify_width,
         "harvest": args.harvest,
@@ -155,7 +156,7 @@ def session_options(
     if draft is not None:
         resolve_harvest(draft.config, args.harvest)
         if all(value is None for value in drafting.values()) and _is_shipped(args.draft):
-            trees = getattr(loaded.target, "takes_trees", False)
+            trees = takes_trees(loaded.target) if args.tree is None else args.tree
             return options | measured_window(draft.config.family, jax.default_backend(), trees)
         drafting["tree"] = bool(args.tree)
         kind = drafting.pop("window_policy") or ("fixed" if args.tree else None)

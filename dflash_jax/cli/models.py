@@ -13,10 +13,7 @@ from dflash_jax.targets.dense import DenseTarget
 from dflash_jax.targets.loading import DEFAULT_TARGET, LoadedTarget, abstract_target, load_target
 
 DEFAULT_DRAFT = "dspark"
-"""The shipped drafter with the longest acceptance; the one that decodes a little faster on a GPU,
-by the cheapest rounds; and the one that samples fastest: it draws among a few candidates, where a
-chain filters the whole vocabulary slot by slot.
-"""
+"""The shipped drafter with the longest acceptance: verified as draft trees, the fastest."""
 
 
 def add_models(parser: Any) -> None:

@@ -122,6 +122,11 @@ class TreeTarget(Target, Protocol):
         ...
 
 
+def takes_trees(target: Any) -> bool:
+    """Whether a target verifies draft trees."""
+    return isinstance(target, TreeTarget) and target.takes_trees
+
+
 class HostedOutput(NamedTuple):
     """One forward of a hosted target, as arrays of JAX on its device.
 
