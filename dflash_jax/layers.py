@@ -32,18 +32,29 @@ def linear(
 
     Products accumulate in f32 on every backend; the result has `dtype`, by default x's. first: the
     row of `weight` to begin with. implementation: of a quantised weight's product, see
-    `quant.project`; any other is XLA's.
+    `quant.project`; of any other, None takes CPU_ROWS or fewer f32 rows on a CPU by a loop of our
+    own, "xla" XLA's product. A caller under `vmap`, whose rows are not all, asks for that.
     """
     if isinstance(weight, QuantizedLinear):
         return quant.project(x, weight, dtype, first=first, implementation=implementation)
     weight = weight[first:] if first else weight
-    rows = math.prod(x.shape[:-1])
-    if 1 < rows <= CPU_ROWS and x.dtype == weight.dtype == jnp.float32 and kernels.on_cpu():
+    if implementation is None and _few_on_cpu(x, weight):
         return _summed_products(x, weight).astype(dtype or x.dtype)
+    return _product(x, weight, dtype or x.dtype)
+
+
+def _product(x: jax.Array, weight: jax.Array, dtype: jnp.dtype) -> jax.Array:
     contract = (((x.ndim - 1,), (1,)), ((), ()))
-    return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype or x.dtype)
+    return jax.lax.dot_general(x, weight, contract, preferred_element_type=dtype)
 
 
+def _few_on_cpu(x: jax.Array, weight: jax.Array) -> bool:
+    known = all(isinstance(n, int) for n in x.shape)  # an exported program's may be symbols
+    few = known and 1 < math.prod(x.shape[:-1]) <= CPU_ROWS
+    return few and x.dtype == weight.dtype == jnp.float32 and kernels.on_cpu()
+
+
+@jax.custom_jvp
 @jax.jit
 def _summed_products(x: jax.Array, weight: jax.Array) -> jax.Array:
     """`linear` of few rows on a CPU, as one loop over the weight (a loop only where compiled).
@@ -51,9 +62,17 @@ def _summed_products(x: jax.Array, weight: jax.Array) -> jax.Array:
     XLA's own product first packs all of the weight, whatever the rows: up to eight rows of SmolLM2
     took 30 % longer.
     """
-    flat = x.reshape(-1, x.shape[-1])
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     out = jnp.sum(weight[:, None] * flat[None], axis=-1)
     return out.T.reshape(*x.shape[:-1], weight.shape[0])
+
+
+@_summed_products.defjvp
+def _products_tangents(primals, tangents):
+    """By XLA's products: the transpose of such a loop would be none, but all products at once."""
+    (x, weight), (dx, d_weight) = primals, tangents
+    tangent = _product(dx, weight, x.dtype) + _product(x, d_weight, x.dtype)
+    return _summed_products(x, weight), tangent
 
 
 def row_linear(

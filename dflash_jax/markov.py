@@ -200,7 +200,8 @@ def teacher_logits(
         return state, features
 
     features = jax.lax.scan(step, markov_state(markov), (previous, hidden))[1]
-    return base_logits + linear(features, markov.w2, dtype=jnp.float32)
+    bias = linear(features, markov.w2, dtype=jnp.float32, implementation="xla")  # of many blocks
+    return base_logits + bias
 
 
 def confidence_raws(

@@ -370,7 +370,7 @@ def test_dflash2_is_mask_fill(refused):
 @pytest.mark.parametrize(
     "option",
     [("--block-size", 4), ("--verify-width", 3), ("--harvest", "dflash"),
-     ("--window-policy", "ladder")],
+     ("--window-policy", "ladder"), ("--tree",)],
     ids=lambda o: o[0],
 )  # fmt: skip
 def test_drafting_options_need_a_drafter(refused, option):

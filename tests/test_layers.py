@@ -43,16 +43,29 @@ def test_linear_of_few_rows(rows):
     np.testing.assert_allclose(jax.grad(loss)(jnp.asarray(weight)), expected, rtol=1e-4, atol=1e-3)
 
 
-def test_few_rows_of_an_uncompiled_linear_make_no_copy_of_the_weight_for_each():
-    """A head of 152k tokens would be 20 GB: the sum of products is compiled by itself."""
-    shapes = (
-        jax.ShapeDtypeStruct((8, 64), jnp.float32),
-        jax.ShapeDtypeStruct((512, 64), jnp.float32),
-    )
-    (step,) = jax.make_jaxpr(linear)(*shapes).eqns
-    assert step.primitive.name in ("jit", "pjit")
-    compiled = jax.jit(linear).lower(*shapes).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 512 * 64 * 4
+def test_few_rows_make_no_copy_of_the_weight_for_each():
+    """Of a head of 152k tokens they would be 20 GB: not uncompiled, nor for a gradient."""
+    x, weight = (jax.ShapeDtypeStruct((n, 64), jnp.float32) for n in (8, 512))
+    (call,) = jax.make_jaxpr(linear)(x, weight).eqns
+    (loop,) = call.params["call_jaxpr"].eqns
+    assert loop.primitive.name in ("jit", "pjit")
+
+    def gradient(x, weight):
+        return jax.grad(lambda *xs: jnp.sum(linear(*xs) ** 2), argnums=(0, 1))(x, weight)
+
+    for f in (linear, gradient):
+        memory = jax.jit(f).lower(x, weight).compile().memory_analysis()
+        assert memory.temp_size_in_bytes < 512 * 64 * 4
+
+
+def test_linear_of_no_inputs_and_of_rows_not_known_yet():
+    assert linear(jnp.ones((2, 0)), jnp.ones((3, 0))).tolist() == [[0.0] * 3] * 2
+    (rows,) = jax.export.symbolic_shape("rows")
+    x = jax.ShapeDtypeStruct((rows, 5), jnp.float32)
+    weight = jnp.asarray(array(7, 5))
+    program = jax.export.export(jax.jit(lambda x: linear(x, weight)))(x)
+    given = array(3, 5, seed=1)
+    np.testing.assert_allclose(program.call(given), given @ weight.T, rtol=1e-5)
 
 
 def test_linear_accumulates_bf16_products_in_f32():

@@ -172,6 +172,7 @@ def session_options(
             rows_cost = jax.default_backend() == "cpu"
             drafting["widths"] = default_widths(policy, args.verify_width or whole, rows_cost)
         return options | drafting | {"policy": policy}
+    drafting["tree"] = args.tree or None
     given = [name for name, value in drafting.items() if value is not None]
     if given:
         flag = "--" + given[0].replace("_", "-")
