@@ -34,7 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> Parser:
     """The parser of all commands; `args.run(args)` is the exit code."""
-    parser = Parser(prog="dflash-jax", description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(
+        prog="dflash-jax",
+        description="Decode with a block drafter, measure it, or find out what is wrong with it.",
+    )
     parser.add_argument("--version", action="version", version=f"dflash-jax {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in COMMANDS:
