@@ -219,6 +219,9 @@ def test_a_file_of_prompts_is_answered_in_json_lines(tmp_path, capsys):
     outs = generate(target, None, prompts, [12, 8, 8])
     assert [line["token_ids"] for line in lines] == [out.token_ids for out in outs]
     assert [line["finish_reason"] for line in lines] == ["length"] * 3
+    for line in lines:
+        assert len(line["token_ids"]) == 1 + line["rounds"] + line["accepted"]
+        assert 0 < line["accepted"] <= line["drafted"]
 
 
 def test_a_lines_own_options_go_before_the_commands():
