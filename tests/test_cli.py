@@ -221,7 +221,7 @@ def test_a_file_of_prompts_is_answered_in_json_lines(tmp_path, capsys):
     assert [line["finish_reason"] for line in lines] == ["length"] * 3
     for line in lines:
         assert len(line["token_ids"]) == 1 + line["rounds"] + line["accepted"]
-        assert 0 < line["accepted"] <= line["drafted"]
+        assert line["drafted"] >= max(1, line["accepted"])
 
 
 def test_a_lines_own_options_go_before_the_commands():
