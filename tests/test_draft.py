@@ -82,7 +82,7 @@ def test_forward_is_forward_block_of_the_features():
     draft, taps, noise = tiny_draft(), rows(6, TINY.tap_size), rows(BLOCK, seed=1)
     pos = jnp.arange(6 + BLOCK)
     taps, noise = jnp.asarray(taps), jnp.asarray(noise)
-    expected = forward_block(draft, ctx_features(draft, taps), noise, pos)
+    expected = forward_block(draft, ctx_features(draft, taps, "xla"), noise, pos)
     np.testing.assert_array_equal(forward(draft, taps, noise, pos), expected)
 
 
