@@ -146,7 +146,8 @@ def test_proposals_are_those_of_a_head_that_forbids_the_other_tokens(family, sam
         dense = jnp.zeros_like(want.q_dense)
         spread = jax.vmap(jax.vmap(lambda row, ids, q: row.at[ids].add(q)))
         dense = spread(dense, got.cand, got.q_rows)
-        np.testing.assert_allclose(dense, want.q_dense, atol=1e-6)
+        # As near as the logits are: a head of other rows may sum in another order.
+        np.testing.assert_allclose(dense, want.q_dense, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(("family", "precision"), [("dflash", "int8"), ("dspark", "q4_0")])

@@ -5,6 +5,7 @@ The targets here are those of other tests behind NumPy arrays: no optional packa
 
 import dataclasses
 
+import numpy as np
 import pytest
 from families import trained
 from targets import HostedDense, chain, mistaken_draft, table_target
@@ -35,13 +36,20 @@ PROMPTS = [[7, 3, 3, 0, 1], [9]]
 
 
 def same(target, draft, prompts, counts, **options):
-    """Results of the compiled loop and of the host's, equal in all but time; the latter."""
+    """Results of the compiled loop and of the host's, equal in all but time; the latter.
+
+    Log-probabilities to f32 rounding: the one makes logits of a prompt's last row, the other of
+    all its rows, and a product of other rows may sum in another order.
+    """
     left, right = (
         generate(side, draft, prompts, counts, check=True, **options)
         for side in (target, HostedDense(target))
     )
-    timeless = {"prefill_seconds": 0.0, "seconds": 0.0}
+    timeless = {"prefill_seconds": 0.0, "seconds": 0.0, "logprobs": None}
     for ours, theirs in zip(left, right, strict=True):
+        assert (ours.logprobs is None) == (theirs.logprobs is None)
+        if ours.logprobs is not None:
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=1e-5, atol=1e-6)
         assert dataclasses.replace(ours, **timeless) == dataclasses.replace(theirs, **timeless)
     return right
 
