@@ -85,7 +85,7 @@ def round_plan(
     if not isinstance(tree, bool):
         raise ValueError(f"tree: expected True or False, found {tree!r}")
     slots = harvest.drafts(block)
-    most = most_nodes(slots, tree_candidates(draft)) if tree else slots + 1
+    most = most_rows(draft, slots, tree)
     if tree and verify_width is None:
         verify_width = min(TREE_WIDTH, most)
     width = between("verify_width", verify_width, 2, most)
@@ -111,6 +111,11 @@ def round_plan(
         draft_kv_dtype=draft_kv_dtype,
         **same,
     )
+
+
+def most_rows(draft: DFlashDraft, slots: int, tree: bool) -> int:
+    """The widest verify of a block of `slots` drafts, anchor included: a chain's, or a tree's."""
+    return most_nodes(slots, tree_candidates(draft)) if tree else slots + 1
 
 
 def _policy_of_trees(

@@ -145,17 +145,12 @@ def propose_tree(
     Laws are softmaxes over each slot's candidates: of DFlash rows by themselves, of DSpark and
     DFlash2 after each candidate of the slot before. Args otherwise and errors as in `propose`.
     """
-    if draft.dflash2 is None:
-        count = tree_candidates(draft)
-        unary, ids = selector.top_candidates(logits, count, implementation, draft.mesh)
-        fault = first_false(jnp.isfinite(unary[..., 0]))
-    else:
-        unary, ids = selector.top_candidates(
-            logits, draft.dflash2.top_k, implementation, draft.mesh
-        )
-        fault = selector.candidate_fault(unary)
+    count = tree_candidates(draft)
+    unary, ids = selector.top_candidates(logits, count, implementation, draft.mesh)
     cand = _target_ids(draft, ids)
+    fault = first_false(jnp.isfinite(unary[..., 0]))
     if draft.dflash2 is not None:
+        fault = selector.candidate_fault(unary)
         head, over = draft.dflash2, (None, None, 0, 0, 0, 0)
         hproj = selector.hidden_projection(head, hidden)
         rows = (head.predecessor, head.successor, unary, cand, hproj, anchor)

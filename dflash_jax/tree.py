@@ -8,7 +8,8 @@ far as it is right, and then the *leaf* that is.
 
 A leaf's rows stand out of order in the cache, and moving them would alter the order of sums. Here
 every row attends to the spine before it, which lies where a chain would, and to itself in a step of
-its own. So a row rounds as that of plain decoding would, and trees change no token in any dtype.
+its own. So a row rounds as it does where nothing is accepted (`accept=False`), and in any dtype
+trees change no token of what the same program decodes plainly.
 """
 
 from functools import partial

@@ -30,15 +30,13 @@ from dflash_jax.compare import plain_options
 from dflash_jax.config import resolve_harvest
 from dflash_jax.draft import DFlashDraft
 from dflash_jax.extras import require
-from dflash_jax.options import budget_of
+from dflash_jax.options import budget_of, most_rows
 from dflash_jax.progress import Progress
-from dflash_jax.propose import tree_candidates
 from dflash_jax.quant import FLOAT
 from dflash_jax.records import HELDOUT, kind_of, naming, read_records
 from dflash_jax.session import SpecSession
 from dflash_jax.targets import HostedTarget, takes_trees
 from dflash_jax.targets.loading import LoadedTarget
-from dflash_jax.tree import most_nodes
 from dflash_jax.window import DSparkVtPolicy, PolicyKind, parts_of
 
 LIMIT = 12
@@ -236,8 +234,8 @@ def ways(
     # A threshold is for the policies that read one; where none does, it is refused.
     idle = not any((policy or "").startswith("confidence") for policy in asked["window_policy"])
     for block, width, policy in itertools.product(*asked.values()):
-        drafts = harvest.drafts(block or draft.config.block_size)
-        most = most_nodes(drafts, tree_candidates(draft)) if args.tree else drafts + 1
+        slots = harvest.drafts(block or draft.config.block_size)
+        most = most_rows(draft, slots, bool(args.tree))
         if len(asked["block_size"]) > 1 and width is not None and width > most:
             continue
         tau = args.tau if idle or (policy or "").startswith("confidence") else None

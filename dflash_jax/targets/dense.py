@@ -216,11 +216,9 @@ def _layers(
     depth = jnp.arange(rows)[None] if tree is None else tree.depth
     pos = state.len[:, None] + depth
     slots = jnp.arange(state.k[0].shape[2])[None]
-    k_pos = jnp.where(slots < state.len[:, None] + rows, slots, ABSENT)
-    if tree is not None:
-        # No row but itself sees a leaf; the spine's rows stand as a chain's.
-        spine = jnp.sum(tree.on_spine, axis=1, dtype=jnp.int32)
-        k_pos = jnp.where(slots < (state.len + spine)[:, None], k_pos, ABSENT)
+    # No row but itself sees a leaf; the spine's rows stand as a chain's.
+    seen = rows if tree is None else jnp.sum(tree.on_spine, axis=1, dtype=jnp.int32)[:, None]
+    k_pos = jnp.where(slots < state.len[:, None] + seen, slots, ABSENT)
     cos, sin = rope_tables(config.rope, config.head_dim, pos)
     place = BlockPlace(
         cos,
